@@ -14,7 +14,7 @@ from xrlflow.backends.children import Child
 from xrlflow.backends.tvm import Tvm, TvmModel, detect
 from xrlflow.backends.tvm.devices.execution import ExecutionTarget
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, AlgorithmChoice, Algorithms, Timings
-from xrlflow.backends.tvm.library.hybrid import Hybrid, Told, hybrid
+from xrlflow.backends.tvm.library.hybrid import Hybrid, HybridMetadata, hybrid
 from xrlflow.backends.tvm.library.operator_times import Operator, Times, operator_times
 from xrlflow.backends.tvm.lowering.compiled import Interface
 from xrlflow.cost.machine import cpu_name
@@ -48,10 +48,12 @@ class _Recipe:
             yield Lowering(self.target, self.shapes, self.folder, store, None, self.algorithms, predictor)
 
 
-def _hybrid_there(recipe: _Recipe, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str) -> Told:
+def _hybrid_there(
+    recipe: _Recipe, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str
+) -> HybridMetadata:
     """`Lowering.hybrid` in a process of its own."""
     with recipe.made() as lowering:
-        return Told.of(lowering.hybrid(path, sizes, to))
+        return HybridMetadata.of(lowering.hybrid(path, sizes, to))
 
 
 def _compiled_there(recipe: _Recipe, path: str, to: str) -> tuple[Interface, tuple[AlgorithmChoice, ...]]:

@@ -72,11 +72,11 @@ def test_without_kernels_nothing_is_built() -> None:
 
 
 def test_images_are_turned_around_operators_on_images_only() -> None:
-    from xrlflow.backends.tvm.library.operator_times import _turn_images
+    from xrlflow.backends.tvm.library.operator_times import _with_channels_last
 
     for given, count in ((CONV, 3), (PRODUCT, 1)):
         proto, feeds = onnx.load_from_string(given[0]), dict(given[1])
-        _turn_images(proto, feeds)
+        _with_channels_last(proto, feeds)
         assert len(proto.graph.node) == count
         onnx.checker.check_model(proto, full_check=True)
         shapes = {v.name: tuple(d.dim_value for d in v.type.tensor_type.shape.dim) for v in proto.graph.input}

@@ -224,7 +224,7 @@ def test_a_result_of_another_type_is_refused_by_name(monkeypatch: pytest.MonkeyP
         (halves, "float16 in the place of float32"),
         (shorter, r"[2, 4] in the place of [3, 4]"),
     ):
-        monkeypatch.setattr(operators, "_OWN", {**operators._OWN, "Abs": own})
+        monkeypatch.setattr(operators, "_LOWERED", {**operators._LOWERED, "Abs": own})
         made = hybrid(model, {}, detect())
         assert [region.nodes for region in made.regions] == [(0, 1), (3, 4)]
         (remark,) = made.remarks
@@ -233,7 +233,7 @@ def test_a_result_of_another_type_is_refused_by_name(monkeypatch: pytest.MonkeyP
 
 def test_node_tests_give_what_they_expect() -> None:
     """The first of each operator that is changed or refused here. `tests/backends/tvm/node_tests.py` runs all."""
-    left = {*operators._OWN, "AveragePool", "Cast", "Clip", "LpPool", "Max", "MaxPool", "Mean", "OneHot"}
+    left = {*operators._LOWERED, "AveragePool", "Cast", "Clip", "LpPool", "Max", "MaxPool", "Mean", "OneHot"}
     tried: Counter[str] = Counter()
     for case in node_tests.cases():
         if case.operator in left and "expanded" not in case.name and tried[case.operator] < 3:

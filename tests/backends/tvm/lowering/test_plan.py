@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from tests.backends.tvm.library.carried import carried, numbers, parsed
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.lowering.plan import ALIGNMENT, COPY, ExecutionPlan, Life, Place, arranged, np_dtype
+from xrlflow.backends.tvm.lowering.plan import (
+    ALIGNMENT,
+    COPY,
+    ExecutionPlan,
+    Life,
+    Location,
+    arranged,
+    np_dtype,
+)
 
 pytestmark = pytest.mark.measures
 
@@ -25,7 +33,10 @@ def test_a_chain_shares_memory() -> None:
     found = plan(f"(float[32,32] x) => (float[32,32] y) {{ a0 = Softmax(x) {steps} y = Softmax(a6) }}")
     assert len(found.calls) >= 4
     assert found.arena <= 2 * 32 * 32 * 4
-    assert [found.tensors[n].place for n in (*found.inputs, *found.outputs)] == [Place.INPUT, Place.OUTPUT]
+    assert [found.tensors[n].location for n in (*found.inputs, *found.outputs)] == [
+        Location.INPUT,
+        Location.OUTPUT,
+    ]
 
 
 def test_an_output_is_computed_in_the_memory_of_the_caller() -> None:
@@ -48,7 +59,7 @@ def test_an_output_is_computed_in_the_memory_of_the_caller() -> None:
 def test_what_no_kernel_computes_for_an_output_alone_is_copied(text: str, copies: int) -> None:
     found = plan(text)
     assert sum(call.kernel == COPY for call in found.calls) == copies
-    assert all(found.tensors[n].place is Place.OUTPUT for n in found.outputs)
+    assert all(found.tensors[n].location is Location.OUTPUT for n in found.outputs)
 
 
 def test_kernels_between_others_do_not_cross_the_border() -> None:
@@ -74,7 +85,7 @@ def test_checks_are_computed_with_the_outputs() -> None:
     assert (check.low, check.high) == (-6, 5)
     assert found.checked is not None
     ends = found.tensors[found.checked]
-    assert (ends.place, ends.shape, ends.dtype, ends.bytes) == (Place.ARENA, (1, 2), "int64", 16)
+    assert (ends.location, ends.shape, ends.dtype, ends.bytes) == (Location.ARENA, (1, 2), "int64", 16)
     assert len(found.outputs) == 1
 
 

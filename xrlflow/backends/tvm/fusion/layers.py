@@ -132,7 +132,7 @@ def _options(match: Match, machine: Machine) -> list[AlgorithmOption]:
     faster = {a: a.m for a in others if a.m is not None}
     errors = relative_errors(match.call.args[1].value.numpy(), *faster.values()) if faster else []
     for algorithm, each in zip(faster, errors, strict=True):
-        if each.known and each.channel <= WORST_CHANNEL:
+        if each.finite and each.channel <= WORST_CHANNEL:
             options.append(AlgorithmOption(algorithm, costs[algorithm], each.error, most=each.most))
     return options
 

@@ -2,15 +2,17 @@
 
 A tile of m x m results is computed from (m + 2) x (m + 2) pixels: pixels and weights are transformed, multiplied point
 by point and summed over channels, and the sums are transformed back (Winograd 1980; Lavin and Gray 2016, "Fast
-Algorithms for Convolutional Neural Networks"). m = 2 multiplies 2.25 times less than the direct kernel, m = 4 4 times
-less. Weights are transformed when the model is compiled.
+Algorithms for Convolutional Neural Networks"). Compared with the direct kernel, m = 2 needs 2.25 times fewer
+multiplications, and m = 4 needs 4 times fewer. Weights are transformed when the model is compiled.
 
 Each task transforms a block of tiles, multiplies them with panels of weights as tiles of accumulators in vector
-registers (see `schedules`), and transforms the sums back, so that what is transformed stays in the second-level cache
-of a core. Sums over channels go in chunks: the rounding error of an accumulator grows with the number of its terms.
+registers (see `schedules`), and transforms the sums back, so that all intermediate results stay in the second-level
+cache of a core. Sums over channels are split into chunks: the rounding error of an accumulator grows with the number of
+its terms.
 
-An infinity or NaN in a tile makes all of its results such, and numbers near the largest overflow where their plain sum
-does not. So a task whose results are not all finite computes them once more, as plain sums.
+An infinity or NaN among the pixels of a tile makes all of its results infinite or NaN, and numbers near the largest
+float overflow although their plain sum does not. So a task whose results are not all finite computes them once more, as
+plain sums.
 """
 
 from __future__ import annotations
@@ -46,17 +48,17 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 _KERNEL = 3
-# Channels that one accumulator sums up.
+# The number of channels that one accumulator sums.
 CHUNK = 32
 _MOST_ROWS = 14
-# Multiply-adds that take as long as: reading a vector of weights from the third-level cache, or from memory; a chunk's
-# sum, with its share of the last transform; transforming a vector of pixels; reading one that has left the cache.
+# Times in multiply-adds of vectors: reading a vector of weights from the third-level cache, or from memory; the sum of
+# a chunk, with its share of the last transform; transforming a vector of pixels; reading one that has left the cache.
 _FAR, _MEMORY, _SUM, _PIXELS, _SPILLED = 1.0, 11.5, 16.0, 6.0, 4.5
 _LAST_LEVEL = 8 << 20
-# Accumulators that keep the multipliers busy.
+# So many accumulators keep the multipliers busy.
 _BUSY = 10
 _TAPS = _KERNEL * _KERNEL
-# A float of these bits or more, without its sign, is infinite or NaN.
+# A float is infinite or NaN if its bits, without the sign, are this number or greater.
 _INFINITE = 0x7F800000
 
 Matrix = npt.NDArray[np.float64]
@@ -71,8 +73,8 @@ class Transforms:
     results: Matrix
 
 
-# Points of interpolation besides infinity. With these F(4, 3) has 2.2 to 3 times the error of the direct kernel; with
-# 0, +-1 and +-2 it has 4.5 to 15 times.
+# The points of interpolation, without infinity. With these, F(4, 3) has 2.2 to 3 times the error of the direct kernel;
+# with 0, +-1 and +-2 it has 4.5 to 15 times.
 _POINTS = {2: (0.0, 1.0, -1.0), 4: (0.0, math.sqrt(0.5), -math.sqrt(0.5), math.sqrt(2.0), -math.sqrt(2.0))}
 
 
@@ -100,8 +102,8 @@ def transforms(m: int) -> Transforms:
 class WinogradConvolution:
     """A convolution with channels last, 3 x 3 weights, and strides and dilations of 1.
 
-    `image` and `out`: [batch, row, column, channel]. `top` and `left`: rows and columns of zeros before the image.
-    `m`: the results of a tile along one side.
+    `image` and `out`: [batch, row, column, channel]. `top` and `left`: rows and columns of zeros before the image. `m`:
+    the number of results of a tile along one side.
     """
 
     image: tuple[int, ...]
@@ -114,12 +116,12 @@ class WinogradConvolution:
 
     @property
     def n(self) -> int:
-        """The pixels of a tile along one side."""
+        """The number of pixels of a tile along one side."""
         return self.m + _KERNEL - 1
 
     @property
     def across(self) -> tuple[int, int]:
-        """Tiles of one image along its height and its width."""
+        """The number of tiles of one image along its height and its width."""
         return -(-self.out[1] // self.m), -(-self.out[2] // self.m)
 
     @property
@@ -128,7 +130,7 @@ class WinogradConvolution:
 
     @property
     def channels(self) -> int:
-        """The channels that a sum goes over."""
+        """The input channels of a group."""
         return self.image[3] // self.groups
 
     @property
@@ -146,8 +148,8 @@ class WinogradBlocking:
     """How a kernel is blocked.
 
     `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the tiles of pixels of a task. `parts`:
-    among how many tasks the panels of a block are divided; each transforms the pixels for itself. `ahead`: weights are
-    fetched a chunk ahead, since they come from beyond the second-level cache.
+    the number of tasks among which the panels of a block are divided; each of them transforms all pixels of the block.
+    `ahead`: weights are prefetched by one chunk, since they come from beyond the second-level cache.
     """
 
     rows: int
@@ -174,7 +176,7 @@ class WinogradBlocking:
 
 
 def blockings(workload: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlocking]:
-    """The blockings to choose from, each with and without weights that are fetched ahead."""
+    """The blockings to choose from, each with and without prefetched weights."""
     ahead = _is_far(workload, machine)
     for blocking in _blockings(workload, machine):
         yield replace(blocking, ahead=ahead)
@@ -182,17 +184,18 @@ def blockings(workload: WinogradConvolution, machine: Machine) -> Iterator[Winog
 
 
 def _blockings(workload: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlocking]:
-    """Tiles of accumulators, and how tiles of pixels and panels are divided among tasks."""
+    """The blockings without regard to `ahead`: tiles of accumulators, and how tiles of pixels and panels are divided
+    among tasks."""
     lanes = machine.lanes
     while lanes > 4 and lanes // 2 >= workload.columns:
         lanes //= 2
-    most = -(-workload.columns // lanes)
+    wide = -(-workload.columns // lanes)
     for rows in range(2, _MOST_ROWS + 1):
-        for vectors in range(1, min(4, most) + 1):
+        for vectors in range(1, min(4, wide) + 1):
             if not machine.keeps(rows, vectors):
                 continue
             for block in range(rows, max(rows, min(workload.tiles + rows - 1, 8 * rows)) + 1, rows):
-                for parts in range(1, min(-(-most // vectors), machine.cores) + 1):
+                for parts in range(1, min(-(-wide // vectors), machine.cores) + 1):
                     yield WinogradBlocking(rows, vectors * lanes, lanes, block, parts)
 
 
@@ -212,24 +215,24 @@ def _weight_bytes(workload: WinogradConvolution) -> int:
 
 
 def cost(workload: WinogradConvolution, blocking: WinogradBlocking, machine: Machine) -> float:
-    """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak.
+    """The estimated time until the busiest core has finished, in multiply-adds of vectors at a core's peak.
 
-    The factors were fitted to 400 measured blockings of 14 layers on Zen 5; the best by this estimate took 1.00 to 1.06
-    times as long as the fastest measured one, for one layer 1.18 times.
+    The factors were fitted to 400 measured blockings of 14 layers on Zen 5. The best blocking by this estimate took
+    1.00 to 1.06 times as long as the fastest measured one, and 1.18 times for one layer.
     """
     points, vectors = workload.n * workload.n, blocking.columns // blocking.lanes
     tasks = -(-workload.tiles // blocking.block) * blocking.parts * workload.groups
     panels = -(-blocking.panels(workload) // blocking.parts)
     accumulators = blocking.rows * vectors
     products = points * blocking.block * workload.channels * vectors
-    # Fewer accumulators wait for one another.
+    # With fewer accumulators, multiplications wait for one another.
     adds = products / min(1.0, accumulators / _BUSY)
     loads = products * (blocking.rows + vectors) / accumulators
     sums = points * blocking.block * vectors * -(-workload.channels // CHUNK)
     weights = points * workload.channels * vectors
-    held = 4 * points * blocking.block * (workload.channels + blocking.columns)
+    used = 4 * points * blocking.block * (workload.channels + blocking.columns)
     pixels = points * blocking.block * workload.channels / blocking.lanes
-    again = _SPILLED * pixels if held > machine.second_level // 2 else 0.0
+    again = _SPILLED * pixels if used > machine.second_level // 2 else 0.0
     panel = (
         0.75 * adds
         + 0.25 * loads
@@ -241,15 +244,15 @@ def cost(workload: WinogradConvolution, blocking: WinogradBlocking, machine: Mac
 
 
 def distance(size: int, machine: Machine) -> float:
-    """Multiply-adds that take as long as reading a vector of weights of so many bytes."""
+    """The time to read a vector of weights if all weights have `size` bytes, in multiply-adds of vectors."""
     return _MEMORY if size > _LAST_LEVEL else _FAR if size > machine.second_level // 2 else 0.0
 
 
 def packed(
     weights: npt.NDArray[np.float32], workload: WinogradConvolution, blocking: WinogradBlocking
 ) -> npt.NDArray[np.float32]:
-    """Transformed weights [group, panel, point, channel, column] of weights [3, 3, channel, column]. The last nine
-    points are the weights themselves."""
+    """Weights [3, 3, channel, column], transformed, as [group, panel, point, channel, column]. The last nine points are
+    the weights themselves."""
     matrix = transforms(workload.m).weights
     wide = np.einsum("ai,bj,ijck->abck", matrix, matrix, weights.astype(np.float64))
     wide = np.concatenate([wide.reshape(-1, *weights.shape[2:]), weights.reshape(_TAPS, *weights.shape[2:])])
@@ -314,11 +317,10 @@ class _Block:
         points = workload.n * workload.n
         self._pixels = T.alloc_buffer((points, blocking.block, workload.channels), FLOAT)
         self._sums = T.alloc_buffer((points, blocking.block, blocking.columns), FLOAT)
-        self._near = T.alloc_buffer((points, blocking.lanes), FLOAT, scope=LOCAL)
+        self._edge_pixels = T.alloc_buffer((points, blocking.lanes), FLOAT, scope=LOCAL)
         self._done = T.alloc_buffer((len(workload.steps) + 1, blocking.lanes), FLOAT, scope=LOCAL)
-        self._largest = T.alloc_buffer(
-            (blocking.lanes,), "int32", scope=LOCAL
-        )  # bits of results, without signs
+        # The largest bits of results so far, without signs.
+        self._largest = T.alloc_buffer((blocking.lanes,), "int32", scope=LOCAL)
         self._plain = T.alloc_buffer((blocking.lanes,), FLOAT, scope=LOCAL)
 
     def write(self, block: Any, part: Any) -> None:
@@ -328,16 +330,16 @@ class _Block:
         workload, blocking = self._workload, self._blocking
         first = block * blocking.block
         last = number(workload.tiles - 1)
-        with T.serial(0, blocking.block) as turn:  # after the last tile it is the last one again
+        with T.serial(0, blocking.block) as turn:  # after the last tile, the last one is transformed again
             tile = first + turn if workload.tiles % blocking.block == 0 else tirx.Min(first + turn, last)
-            self._transform(turn, *self._place(tile))
+            self._transform(turn, *self._origin(tile))
         share = -(-blocking.panels(workload) // blocking.parts)
         with T.serial(0, share) as turn:
             panel = part * share + turn
             exact = share * blocking.parts == blocking.panels(workload)
             where(None if exact else panel < blocking.panels(workload), lambda: self._panel(panel, first))
 
-    def _place(self, tile: Any) -> tuple[Any, Any, Any]:
+    def _origin(self, tile: Any) -> tuple[Any, Any, Any]:
         """(image, first row, first column) of the results of a tile."""
         high, wide = self._workload.across
         each = high * wide
@@ -353,12 +355,12 @@ class _Block:
         top, left = row - workload.top, column - workload.left
         matrix = transforms(workload.m).pixels
 
-        def take(first: Any, width: int, load: Callable[[Any, int, int], Any]) -> None:
-            """Transform the pixels that `load` gives, from this channel of the group on."""
+        def transform(first: Any, width: int, load: Callable[[Any, int, int], Any]) -> None:
+            """Transform the pixels that `load` returns, for `width` channels of the group from `first` on."""
             c = ramp(self._group * workload.channels + first, width)
             vectors = [[load(c, i, j) for j in range(n)] for i in range(n)]
             at = ramp(first, width)
-            for i, line in enumerate(_both_ways(matrix, vectors)):
+            for i, line in enumerate(_from_both_sides(matrix, vectors)):
                 for j, vector in enumerate(line):
                     T.buffer_store(self._pixels, vector, [i * n + j, turn, at])
 
@@ -369,35 +371,35 @@ class _Block:
             width = lanes_of(c)
             lanes = ramp(number(0), width)
             y, x = top + i, left + j
-            T.buffer_store(self._near, spread(0.0, width), [i * n + j, lanes])
+            T.buffer_store(self._edge_pixels, spread(0.0, width), [i * n + j, lanes])
             with T.If(tirx.all(y >= 0, y < height, x >= 0, x < wide)), T.Then():
-                T.buffer_store(self._near, self._image[image, y, x, c], [i * n + j, lanes])
-            return T.bind(self._near[i * n + j, lanes])
+                T.buffer_store(self._edge_pixels, self._image[image, y, x, c], [i * n + j, lanes])
+            return T.bind(self._edge_pixels[i * n + j, lanes])
 
         within = tirx.all(top >= 0, top + n <= height, left >= 0, left + n <= wide)
         with T.If(within):
             with T.Then():
-                along(workload.channels, blocking.lanes, lambda first, width: take(first, width, inner))
+                along(workload.channels, blocking.lanes, lambda first, width: transform(first, width, inner))
             with T.Else():
-                along(workload.channels, blocking.lanes, lambda first, width: take(first, width, edge))
+                along(workload.channels, blocking.lanes, lambda first, width: transform(first, width, edge))
 
     def _panel(self, panel: Any, first: Any) -> None:
-        """The products of all tiles of the block with one panel of weights, and the results."""
+        """Multiply all tiles of the block with one panel of weights, and store the results."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
-        whole, rest = divmod(workload.channels, CHUNK)
+        whole, remainder = divmod(workload.channels, CHUNK)
         with T.serial(0, workload.n * workload.n) as point:
 
             def chunk(start: Any, length: int, more: bool) -> None:
-                """Add the products of some channels to the sums of the point: their weights stay in the first-level
+                """Add the products of some channels to the sums of the point. Their weights stay in the first-level
                 cache for all groups of rows."""
                 with T.serial(0, blocking.block // blocking.rows) as group:
                     begin = group * blocking.rows
 
                     def ahead(c: Any) -> None:
-                        """Fetch what the next chunk reads: weights are in the order in which they are read."""
+                        """Prefetch weights of the next chunk. Weights lie in the order in which they are read."""
                         vectors = blocking.columns // blocking.lanes
                         each = -(-vectors // (blocking.block // blocking.rows))
                         for turn in range(each):
@@ -421,8 +423,8 @@ class _Block:
             if whole > 1:
                 with T.serial(1, whole) as step:
                     chunk(step * CHUNK, CHUNK, True)
-            if rest:
-                chunk(number(whole * CHUNK), rest, whole > 0)
+            if remainder:
+                chunk(number(whole * CHUNK), remainder, whole > 0)
         T.buffer_store(
             self._largest, tirx.Broadcast(number(0), blocking.lanes), [ramp(number(0), blocking.lanes)]
         )
@@ -433,7 +435,7 @@ class _Block:
             self._each_tile(first, lambda turn: self._leave_plain(panel, first, turn))
 
     def _each_tile(self, first: Any, body: Callable[[Any], None]) -> None:
-        """`body` for each tile of the block from `first` on."""
+        """Call `body` for each tile of the block from `first` on."""
         from tvm.script.ir_builder import tirx as T
 
         exact = self._workload.tiles % self._blocking.block == 0
@@ -441,13 +443,13 @@ class _Block:
             where(None if exact else first + turn < self._workload.tiles, lambda: body(turn))
 
     def _each_vector(self, panel: Any, body: Callable[[Any, Any], None]) -> None:
-        """`body` for the columns of a panel as vectors: their indices in the panel, and in the result."""
+        """Call `body` for the columns of a panel as vectors: with their indices in the panel, and in the result."""
         from tvm.script.ir_builder import tirx as T
 
         blocking, columns = self._blocking, self._workload.columns
 
         def vector(part: Any, start: int, lanes: int) -> None:
-            """Some columns of the panel: `lanes` from `start` on in the vector of this number."""
+            """Call `body` for `lanes` columns, from `start` on in vector `part` of the panel."""
             k = part * blocking.lanes + start
             out = self._group * columns + panel * blocking.columns + k
             body(ramp(k, lanes), ramp(out, lanes))
@@ -459,19 +461,19 @@ class _Block:
             where(None if exact else at < whole, lambda: vector(part, 0, blocking.lanes))
             if columns % blocking.lanes:
 
-                def rest(part: Any = part) -> None:
+                def last_columns(part: Any = part) -> None:
                     for piece in pieces(columns % blocking.lanes, blocking.lanes):
                         vector(part, *piece)
 
-                where(at == whole, rest)
+                where(at == whole, last_columns)
 
     def _leave_plain(self, panel: Any, first: Any, turn: Any) -> None:
-        """Store the results of the steps for one tile, of plain sums."""
+        """Store the results of one tile after the steps, computed as plain sums."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
         workload = self._workload
-        image, row, column = self._place(first + turn)
+        image, row, column = self._origin(first + turn)
         _, height, wide, _ = workload.image
 
         def result(y: Any, x: Any) -> None:
@@ -501,26 +503,26 @@ class _Block:
             where(tirx.all(y < workload.out[1], x < workload.out[2]), lambda: result(y, x))
 
     def _store(self, value: Any, at: Sequence[Any]) -> None:
-        """Store the result of the steps for a vector of sums."""
+        """Store a vector of sums after the steps."""
         from tvm.script.ir_builder import tirx as T
 
         done = stepped(self._workload.steps, self._extras, value, at, self._done)
         T.buffer_store(self._out, done, list(at))
 
     def _leave(self, panel: Any, first: Any, turn: Any) -> None:
-        """Transform the sums of one tile back, and store the results of the steps."""
+        """Transform the sums of one tile back, and store the results after the steps."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
         workload, n = self._workload, self._workload.n
-        image, row, column = self._place(first + turn)
+        image, row, column = self._origin(first + turn)
         _, height, width, _ = workload.out
         matrix = transforms(workload.m).results
 
         def vector(k: Any, out: Any) -> None:
             sums = [[T.bind(self._sums[i * n + j, turn, k]) for j in range(n)] for i in range(n)]
-            lines = _both_ways(matrix, sums)
-            self._look(functools.reduce(operator.add, itertools.chain(*lines)))
+            lines = _from_both_sides(matrix, sums)
+            self._note_largest(functools.reduce(operator.add, itertools.chain(*lines)))
             for i, line in enumerate(lines):
                 for j, value in enumerate(line):
                     y, x = row + i, column + j
@@ -536,8 +538,8 @@ class _Block:
 
         self._each_vector(panel, vector)
 
-    def _look(self, total: Any) -> None:
-        """Keep the largest bits of a vector, without signs: the sum of results that are not all finite is not."""
+    def _note_largest(self, total: Any) -> None:
+        """Note the largest bits of a vector, without signs. (A sum is not finite if a result in it is not.)"""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -549,7 +551,7 @@ class _Block:
         T.buffer_store(self._largest, tirx.Max(self._largest[at], bits), [at])
 
 
-def _both_ways(matrix: Matrix, vectors: list[list[Any]]) -> list[list[Any]]:
+def _from_both_sides(matrix: Matrix, vectors: list[list[Any]]) -> list[list[Any]]:
     """matrix x vectors x matrix transposed."""
     columns = [_applied(matrix, [line[j] for line in vectors]) for j in range(len(vectors[0]))]
     return [_applied(matrix, [column[i] for column in columns]) for i in range(matrix.shape[0])]
@@ -560,27 +562,27 @@ def _applied(matrix: Matrix, vectors: Sequence[Any]) -> list[Any]:
     from tvm.script.ir_builder import tirx as T
 
     signs = np.array([(-1.0) ** i for i in range(len(vectors))])
-    found: list[Any] = [None] * len(matrix)
+    products: list[Any] = [None] * len(matrix)
     for i, row in enumerate(matrix):
-        if found[i] is not None:
+        if products[i] is not None:
             continue
         twin = next((k for k in range(i + 1, len(matrix)) if np.allclose(matrix[k], row * signs)), None)
         flip = next((k for k in range(i + 1, len(matrix)) if np.allclose(matrix[k], -row * signs)), None)
         even, odd = (_sum(row[first::2], vectors[first::2]) for first in (0, 1))
         other = twin if twin is not None else flip
         if other is None or even is None or odd is None:
-            found[i] = T.bind(
+            products[i] = T.bind(
                 even + odd if even is not None and odd is not None else even if odd is None else odd
             )
             continue
         even, odd = T.bind(even), T.bind(odd)
-        found[i] = T.bind(even + odd)
-        found[other] = T.bind(even - odd if twin is not None else odd - even)
-    return found
+        products[i] = T.bind(even + odd)
+        products[other] = T.bind(even - odd if twin is not None else odd - even)
+    return products
 
 
 def _sum(factors: npt.NDArray[np.float64], vectors: Sequence[Any]) -> Any | None:
-    """The sum of products with numbers; None if all are 0."""
+    """The sum of vectors times factors; None if all factors are 0."""
     total: Any | None = None
     for factor, vector in sorted(zip(factors, vectors), key=lambda pair: -pair[0]):
         if factor == 0.0:

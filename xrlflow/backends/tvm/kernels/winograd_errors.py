@@ -1,9 +1,9 @@
-"""The rounding error of 3x3 convolutions by fewer multiplications, relative to that of the direct kernel.
+"""Estimates the rounding error of Winograd's 3x3 convolutions, relative to that of the direct kernel.
 
 Both are computed for some tiles and output channels as the kernels compute them, in single precision, and compared with
-double precision. Weights are the layer's own. Pixels are drawn from distributions that networks have: what a large
-number does to its neighbours in a tile depends on them, and so does what weights of both signs leave of pixels that are
-nearly equal. These errors are those of usual images; what holds for every image is a bound, from the magnitudes of the
+double precision. Weights are the layer's own. Pixels are random numbers of distributions that occur in networks. The
+error depends on them: a large pixel spoils its neighbours in the tile, and weights of both signs cancel pixels that are
+nearly equal. These errors are those of usual images. For every image there is a bound, from the magnitudes of the
 transformed weights.
 """
 
@@ -23,24 +23,26 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Doubles: TypeAlias = npt.NDArray[np.float64]
 _TILES, _COLUMNS, _SIDE = 8, 16, 4
 _WORST = 4
-"""Output channels that are added because the bound of their error is largest, and because they leave least of pixels
-that are nearly equal."""
+"""So many output channels are examined because the bound of their error is largest, and as many because they cancel
+most of nearly equal pixels."""
 _SLOPE = 0.03
 _PLAIN_FLOOR = 2.0**-26
-"""Of results: what the direct kernel counts as rounding at least, since it may round nothing at all."""
+"""The least rounding error that is assumed of the direct kernel, relative to its results: it may round nothing at
+all."""
 _OUTLIERS, _LARGE = 8, 50.0
-# Terms of a sum of the direct kernel: ONNX Runtime sums over blocks of 16 channels, ours in chunks of up to 192 terms.
+# The number of terms in a sum of the direct kernel: ONNX Runtime sums over blocks of 16 channels, our kernel in chunks
+# of up to 192 terms.
 _DIRECT_CHUNK = 16 * 9
 
 
 def _outlier_channels(rng: np.random.Generator, shape: tuple[int, ...]) -> Doubles:
-    """Normal numbers, in one of eight channels 50 times as large, with heavy tails (Student's t)."""
+    """Numbers with heavy tails (Student's t), which are 50 times as large in one of eight channels."""
     scales = np.where(np.arange(shape[-1]) % _OUTLIERS == 0, _LARGE, 1.0)
     return rng.standard_t(3.0, shape) * scales
 
 
 def _smooth(rng: np.random.Generator, shape: tuple[int, ...]) -> Doubles:
-    """Images of one brightness, with a slope of their own in each channel."""
+    """Images of one brightness, with a slope of its own in each channel."""
     slopes = _SLOPE * rng.standard_normal((2, shape[0], 1, 1, shape[3]))
     rows, columns = np.mgrid[: shape[1], : shape[2]][..., None]
     return np.asarray(1.0 + slopes[0] * rows + slopes[1] * columns)
@@ -59,11 +61,11 @@ DISTRIBUTIONS: Mapping[str, Callable[[np.random.Generator, tuple[int, ...]], Dou
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The rounding errors of F(m, 3) over those of the direct kernel.
+    """The rounding errors of F(m, 3), divided by those of the direct kernel.
 
-    `usual`: root mean squares over tiles and output channels, by distribution of pixels. `channel`: the largest of one
-    output channel that was looked at. `most`: of the bounds that hold for every image of pixels of at most one
-    magnitude, the largest of all output channels.
+    `usual`: root mean squares over tiles and output channels, by distribution of pixels. `channel`: the largest error
+    of one of the examined output channels. `most`: the largest bound of an output channel, for every image whose pixels
+    have at most one magnitude.
     """
 
     usual: Mapping[str, float]
@@ -75,7 +77,7 @@ class Errors:
         return max(self.usual.values())
 
     @property
-    def known(self) -> bool:
+    def finite(self) -> bool:
         return bool(np.isfinite([*self.usual.values(), self.channel, self.most]).all())
 
 
@@ -83,12 +85,12 @@ class Errors:
 def relative_errors(weights: Floats, *sizes: int, seed: int = 0) -> list[Errors]:
     """The errors of F(m, 3) for each m of `sizes`.
 
-    `weights`: [3, 3, channels of a group, output channels of all groups]. Not finite, if the sums are not.
+    `weights`: [3, 3, channels of a group, output channels of all groups]. An error is not finite if the sums are not.
     """
     rng = np.random.default_rng(seed)
     evenly = np.unique(np.linspace(0, weights.shape[3] - 1, _COLUMNS).astype(int))
     bounds = [_bounds(weights, m) for m in sizes]
-    suspects = [np.argsort(each)[-_WORST:] for each in (*bounds, -_left(weights))]
+    suspects = [np.argsort(each)[-_WORST:] for each in (*bounds, -_uncancelled(weights))]
     worst = np.setdiff1d(np.concatenate(suspects), evenly)
     some = weights[..., np.concatenate([evenly, worst])]
     size = (_TILES, _SIDE + 2, _SIDE + 2, weights.shape[2])
@@ -96,13 +98,13 @@ def relative_errors(weights: Floats, *sizes: int, seed: int = 0) -> list[Errors]
     exact = _exact(pixels, some)
     floor = np.maximum(_PLAIN_FLOOR**2 * _square(exact), np.finfo(np.float64).tiny)
     direct = np.maximum(_square(_direct(pixels, some) - exact), floor)
-    found = []
+    results = []
     for m, bound in zip(sizes, bounds):
         fast = _square(_fast(pixels, some, m) - exact)
         usual = np.sqrt(fast[:, : len(evenly)].mean(axis=1) / direct[:, : len(evenly)].mean(axis=1))
         channel = float(np.sqrt(fast / direct).max())
-        found.append(Errors(dict(zip(DISTRIBUTIONS, usual.tolist())), channel, float(bound.max())))
-    return found
+        results.append(Errors(dict(zip(DISTRIBUTIONS, usual.tolist())), channel, float(bound.max())))
+    return results
 
 
 def _square(difference: Doubles) -> Doubles:
@@ -111,11 +113,11 @@ def _square(difference: Doubles) -> Doubles:
 
 
 def _bounds(weights: Floats, m: int) -> Doubles:
-    """By output channel, the magnitudes that F(m, 3) adds up over those that the direct kernel does: at most, for
-    pixels of at most one magnitude, and for the worst result of a tile.
+    """For each output channel, the sum of magnitudes that F(m, 3) adds up, divided by the sum that the direct kernel
+    adds up, for pixels of at most one magnitude and the worst result of a tile.
 
-    Every addition rounds by at most half a unit of what it adds up, and F(m, 3) adds up fewer terms one after the other
-    than the direct kernel.
+    Every addition rounds by at most half a unit of its result, and F(m, 3) has fewer additions in sequence than the
+    direct kernel.
     """
     matrices = transforms(m)
     results, pixels = np.abs(matrices.results), np.abs(matrices.pixels).sum(axis=1)
@@ -124,8 +126,9 @@ def _bounds(weights: Floats, m: int) -> Doubles:
     return np.asarray(sums.max(axis=(0, 1)) / _magnitude(weights))
 
 
-def _left(weights: Floats) -> Doubles:
-    """By output channel, what is left of magnitudes where the pixels of each input channel are equal."""
+def _uncancelled(weights: Floats) -> Doubles:
+    """For each output channel, the part of the magnitudes that does not cancel if the pixels of each input channel are
+    equal."""
     return np.asarray(np.abs(weights.sum(axis=(0, 1), dtype=np.float64)).sum(axis=0) / _magnitude(weights))
 
 
@@ -147,8 +150,9 @@ def _exact(pixels: Floats, weights: Floats) -> Doubles:
 
 
 def _summed(a: Floats, b: Floats, chunk: int) -> Doubles:
-    """The sums over the first axis of a[r, ..., 1] b[r, ...], one term after the other in chunks, and those added up;
-    rounded after each addition to single precision. (A product of two such numbers is exact in double precision.)"""
+    """The sums over the first axis of a[r, ..., 1] b[r, ...], one term after the other in chunks, then one chunk after
+    the other. Each addition is rounded to single precision. (The product of two such numbers is exact in double
+    precision.)"""
     total: Doubles | None = None
     for begin in range(0, len(a), chunk):
         part: Doubles = np.zeros(())
@@ -173,18 +177,20 @@ def _direct(pixels: Floats, weights: Floats) -> Doubles:
 def _fast(pixels: Floats, weights: Floats, m: int) -> Doubles:
     matrices = transforms(m)
     windows = np.lib.stride_tricks.sliding_window_view(pixels, (m + 2, m + 2), axis=(2, 3))[:, :, ::m, ::m]
-    before = _both_ways(matrices.pixels, windows.transpose(5, 6, 4, 0, 1, 2, 3))
+    before = _from_both_sides(matrices.pixels, windows.transpose(5, 6, 4, 0, 1, 2, 3))
     wide = _transformed(weights, m).astype(np.float32)
     a = np.moveaxis(before, 2, 0)[..., None]
     b = np.moveaxis(wide, 2, 0)[:, :, :, None, None, None, None, :]
     total = _summed(a, b, CHUNK)
-    after = _both_ways(matrices.results, total.astype(np.float32))  # [m, m, distribution, tile, y, x, column]
+    after = _from_both_sides(
+        matrices.results, total.astype(np.float32)
+    )  # [m, m, distribution, tile, y, x, column]
     _, _, kinds, tiles, high, across, columns = after.shape
-    found = after.transpose(2, 3, 4, 0, 5, 1, 6).reshape(kinds, tiles, high * m, across * m, columns)
-    return np.asarray(found, np.float64)
+    convolved = after.transpose(2, 3, 4, 0, 5, 1, 6).reshape(kinds, tiles, high * m, across * m, columns)
+    return np.asarray(convolved, np.float64)
 
 
-def _both_ways(matrix: Doubles, values: Floats) -> Floats:
+def _from_both_sides(matrix: Doubles, values: Floats) -> Floats:
     """matrix x values x matrix transposed, over the first two axes, rounded after each addition."""
     return _applied(matrix, _applied(matrix, values).swapaxes(0, 1)).swapaxes(0, 1)
 

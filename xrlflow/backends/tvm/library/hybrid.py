@@ -1,6 +1,7 @@
-"""An ONNX model that carries its own kernels: a file that any ONNX Runtime runs, and a library for it.
+"""An ONNX model with its own kernels: a file that any ONNX Runtime runs, and a library for it.
 
-The whole graph becomes one region, or as much of it as can be lowered becomes several (see `onnxio.regions`).
+If the entire graph can be lowered it becomes one region, otherwise the parts that can be become several (see
+`onnxio.regions`).
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from xrlflow.onnxio.regions import (
 )
 from xrlflow.onnxio.versions import opset_of
 
-# Kernels of these call functions of TVM's runtime, or compute in integers more slowly than ONNX Runtime does, or find
-# another index where numbers are infinite.
-_LEFT = frozenset(
+# Operators that are left to ONNX Runtime. Their kernels call functions of TVM's runtime, or compute in integers more
+# slowly than ONNX Runtime does, or return another index if numbers are infinite.
+_ON_RUNTIME = frozenset(
     {"ArgMax", "ArgMin", "Compress", "NonMaxSuppression", "NonZero", "Unique"}
     | {"DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
     | {"ConvInteger", "QuantizeLinear"}
 )
-# What may give whole numbers: it moves them, or makes them of others. Arithmetic of them wraps around in ONNX Runtime,
-# and a compiler takes it that it does not.
+# Operators whose results may be integers: they move integers, or convert other types to integers. Integer arithmetic
+# wraps around in ONNX Runtime, while a C compiler assumes that it does not.
 _MOVES = frozenset(
     {
         "Cast",
@@ -71,7 +72,7 @@ _WHOLE = frozenset(
     {onnx.TensorProto.INT8, onnx.TensorProto.INT16, onnx.TensorProto.INT32, onnx.TensorProto.INT64}
     | {onnx.TensorProto.UINT8, onnx.TensorProto.UINT16, onnx.TensorProto.UINT32, onnx.TensorProto.UINT64}
 )
-# What there are kernels of TopK for (`scanning.greatest`).
+# The types for which there are kernels of TopK (`scanning.greatest`).
 _ORDERED = frozenset({_FLOAT, onnx.TensorProto.INT32})
 
 
@@ -79,8 +80,8 @@ _ORDERED = frozenset({_FLOAT, onnx.TensorProto.INT32})
 class Hybrid:
     """A model with regions, and the library of their kernels.
 
-    `total`: the nodes of the model. `remarks`: which parts were left to ONNX Runtime, and why. `chosen`: the algorithms
-    of convolutions.
+    `total`: the number of nodes of the model. `remarks`: which parts were left to ONNX Runtime, and why. `chosen`: the
+    algorithms of layers.
     """
 
     model: ModelProto
@@ -92,14 +93,15 @@ class Hybrid:
 
     @property
     def nodes(self) -> int:
-        """The nodes that became kernels."""
+        """The number of nodes that became kernels."""
         return sum(len(region.nodes) for region in self.regions)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model, and in its folder the library under its name.
+        """Write the model, and next to it the library.
 
-        Each is written completely or not at all, the library first: a model without its own library runs its bodies.
-        Raises BackendError if a file cannot be written, or if the library would replace a file that is not one.
+        Each is written completely or not at all, the library first: a model without its own library runs the bodies of
+        its regions. Raises BackendError if a file cannot be written, or if the library would replace a file of another
+        kind.
         """
         check_library_path(path)
         try:
@@ -110,8 +112,8 @@ class Hybrid:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What one process tells another of a `Hybrid` besides its files."""
+class HybridMetadata:
+    """The data of a `Hybrid` that are not in its files, to be sent to another process."""
 
     regions: tuple[Region, ...]
     total: int
@@ -119,8 +121,8 @@ class Told:
     chosen: tuple[AlgorithmChoice, ...]
 
     @staticmethod
-    def of(made: Hybrid) -> Told:
-        return Told(made.regions, made.total, made.remarks, made.chosen)
+    def of(hybrid: Hybrid) -> HybridMetadata:
+        return HybridMetadata(hybrid.regions, hybrid.total, hybrid.remarks, hybrid.chosen)
 
     def loaded(self, path: str) -> Hybrid:
         """The hybrid that was saved at `path`."""
@@ -134,68 +136,77 @@ def hybrid(
     machine: Machine,
     algorithms: Algorithms = DEFAULT,
 ) -> Hybrid:
-    """Compile a model, as a whole or in regions. Inputs with open dimensions get kernels for these `sizes` (several:
-    for each of them); for inputs of other sizes the graph itself runs (see `regions.with_guard`). `algorithms`: those
-    that convolutions may use.
+    """Compile a model, entirely or in regions. If inputs have open dimensions, there are kernels for these `sizes` only
+    (of a sequence: for each of them); for inputs of other sizes the graph itself runs (see `regions.with_guard`).
+    `algorithms`: those that layers may use.
 
-    Raises BackendError if no part can be lowered, and for what cannot be lowered at all (see `kernel_library`).
+    Raises BackendError if no part can be lowered, if a size is missing, or if the library cannot be built (see
+    `kernel_library`).
     """
     _check_defaults(model)
-    wanted = [sizes] if isinstance(sizes, Mapping) else list(sizes)
-    opened = open_inputs(model, wanted)
+    requested = [sizes] if isinstance(sizes, Mapping) else list(sizes)
+    opened = open_inputs(model, requested)
     if not opened:
         large = weight_bytes(model.graph) > EXTERNAL_ABOVE
         whole = region_of(model.graph, range(len(model.graph.node)))
-        done = _compiled(model, whole, machine, algorithms, weights_as_inputs=large)
+        compiled = _compiled(model, whole, machine, algorithms, weights_as_inputs=large)
 
         def carrying(domain: str) -> ModelProto:
-            return with_functions(model, done.regions, domain, weights_as_inputs=large)
+            return with_functions(model, compiled.regions, domain, weights_as_inputs=large)
 
-        library = kernel_library(done.compiled, machine, _computed(carrying))
-        made = carrying(library.domain)
-        return Hybrid(made, library, tuple(done.regions.values()), done.total, done.remarks, done.chosen)
+        library = kernel_library(compiled.compiled, machine, _computed(carrying))
+        carrier = carrying(library.domain)
+        return Hybrid(
+            carrier,
+            library,
+            tuple(compiled.regions.values()),
+            compiled.total,
+            compiled.remarks,
+            compiled.chosen,
+        )
     if weight_bytes(model.graph) > EXTERNAL_ABOVE:
         raise BackendError(
             f"input {opened[0]} has open dimensions, and a model of this size gets kernels for fixed ones only: "
             "--fix-shapes"
         )
-    different = {tuple(tuple(each[name]) for name in opened): each for each in wanted}
+    different = {tuple(tuple(each[name]) for name in opened): each for each in requested}
     sizes = [{name: each[name] for name in opened} for each in different.values()]
     return _guarded(model, sizes, machine, algorithms)
 
 
 def _guarded(
     model: ModelProto,
-    wanted: Sequence[Mapping[str, Sequence[int]]],
+    requested: Sequence[Mapping[str, Sequence[int]]],
     machine: Machine,
     algorithms: Algorithms,
 ) -> Hybrid:
-    """Kernels for each of these sizes of the open inputs."""
+    """Compile kernels for each of these sizes of the open inputs."""
     parts = []
     outputs = whole_region(model.graph).outputs
-    for number, sizes in enumerate(wanted):
+    for number, sizes in enumerate(requested):
         fixed = _with_sizes(model, sizes)
-        prefix = f"Size{number}_" if len(wanted) > 1 else ""
+        prefix = f"Size{number}_" if len(requested) > 1 else ""
         whole = whole_region(fixed.graph, outputs)
         parts.append((fixed, _compiled(fixed, whole, machine, algorithms, prefix)))
-    compiled = {name: region for _, done in parts for name, region in done.compiled.items()}
+    compiled = {name: region for _, compiled_part in parts for name, region in compiled_part.compiled.items()}
 
     def carrying(domain: str) -> ModelProto:
-        made = model
-        for (fixed, done), sizes in zip(parts, wanted):
-            name = next(iter(done.regions))
-            inner = None if done.whole else with_functions(fixed, done.regions, domain)
-            made = with_guard(made, name, sizes, domain, inner)
-        return made
+        carrier = model
+        for (fixed, compiled_part), sizes in zip(parts, requested):
+            name = next(iter(compiled_part.regions))
+            inner = None if compiled_part.whole else with_functions(fixed, compiled_part.regions, domain)
+            carrier = with_guard(carrier, name, sizes, domain, inner)
+        return carrier
 
     library = kernel_library(compiled, machine, _computed(carrying))
-    made, first = carrying(library.domain), parts[0][1]
-    return Hybrid(made, library, tuple(first.regions.values()), first.total, first.remarks, first.chosen)
+    carrier, first = carrying(library.domain), parts[0][1]
+    return Hybrid(carrier, library, tuple(first.regions.values()), first.total, first.remarks, first.chosen)
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """The regions of a model of fixed sizes, by name, their kernels, and remarks on what was left."""
+    """The regions of a model of fixed sizes, by name, their kernels, and remarks on the nodes that are left to ONNX
+    Runtime."""
 
     regions: Mapping[str, Region]
     compiled: Mapping[str, CompiledRegion]
@@ -208,7 +219,7 @@ class _Compiled:
 
     @property
     def whole(self) -> bool:
-        """Whether one region is the whole graph."""
+        """Whether one region has all nodes of the graph."""
         return len(self.regions) == 1 and sum(len(r.nodes) for r in self.regions.values()) == self.total
 
 
@@ -229,19 +240,19 @@ def _compiled(
     *,
     weights_as_inputs: bool = False,
 ) -> _Compiled:
-    """The regions of a model of fixed sizes, compiled: `whole`, if each node can be lowered, or parts of it.
+    """Compile the regions of a model of fixed sizes: `whole` if each node can be lowered, otherwise parts of it.
 
-    Raises BackendError if none can be.
+    Raises BackendError if no part can be lowered.
     """
     types = types_of(model, {})
     fits = _fitting(types)
-    found = [whole] if all(map(fits, model.graph.node)) and whole.nodes else cut(model.graph, fits)
+    parts = [whole] if all(map(fits, model.graph.node)) and whole.nodes else cut(model.graph, fits)
     regions: dict[str, Region] = {}
-    done: dict[str, CompiledRegion] = {}
+    kernels: dict[str, CompiledRegion] = {}
     remarks: list[str] = []
-    waiting = [*reversed(found)]
-    while waiting:
-        region = waiting.pop()
+    pending = [*reversed(parts)]
+    while pending:
+        region = pending.pop()
         try:
             compiled = compile_region(
                 model,
@@ -253,39 +264,39 @@ def _compiled(
             )
         except NodeRefused as error:
             remarks.append(f"{error.title} is left to ONNX Runtime: {error.reason}")
-            waiting += reversed(_around(model.graph, region, error.results))
+            pending += reversed(_without_node(model.graph, region, error.results))
             continue
         except BackendError as error:
             remarks.append(f"{len(region.nodes)} nodes are left to ONNX Runtime: {error.reason}")
             continue
         name = f"{prefix}Region_{len(regions)}"
-        regions[name], done[name] = region, compiled
+        regions[name], kernels[name] = region, compiled
     if not regions:
         raise BackendError(remarks[0] if remarks else _nothing_fits(types))
-    return _Compiled(regions, done, len(model.graph.node), tuple(remarks))
+    return _Compiled(regions, kernels, len(model.graph.node), tuple(remarks))
 
 
 def _nothing_fits(types: Mapping[str, TypeProto]) -> str:
-    """Why no node can be in a region."""
+    """The reason why no node can be in a region."""
     if any(each.tensor_type.elem_type == _FLOAT for each in types.values()):
         return "no part of the model can be lowered"
     return "no part of the model can be lowered: kernels compute in single precision, and it has no float32 tensors"
 
 
-def _around(graph: GraphProto, region: Region, results: Sequence[str]) -> list[Region]:
-    """The parts of a region around the node that has these results."""
+def _without_node(graph: GraphProto, region: Region, results: Sequence[str]) -> list[Region]:
+    """The parts of a region without the node that has these results."""
     inside = {name for i in region.nodes for name in graph.node[i].output} - set(results)
     return cut(graph, lambda node: bool(inside.intersection(node.output)))
 
 
 def _computed(carrying: Callable[[str], ModelProto]) -> str:
-    """The digest of what regions compute. `carrying`: the model with regions in a domain of this name."""
+    """The digest of what regions compute. `carrying`: returns the model with regions in a domain of the given name."""
     domain = "xrlflow.unnamed"
     return region_digest(carrying(domain), domain)
 
 
 def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelProto:
-    """The model for inputs of these sizes, with what it computes of them folded."""
+    """The model for inputs of these sizes. Everything that depends on sizes alone is folded."""
     fixed = load(model, shapes=sizes, fix_shapes=True)
     try:
         return to_proto(fixed, fixed.graph, opset=opset_of(model))
@@ -293,20 +304,20 @@ def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelP
         raise BackendError(f"no graph for fixed sizes: {error}") from error
 
 
-def open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
-    """The inputs with open dimensions.
+def open_inputs(model: ModelProto, requested: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
+    """The names of inputs with open dimensions.
 
-    Raises BackendError if their sizes were not given, or are not those of the dimensions that are fixed.
+    Raises BackendError if their sizes are missing, or contradict dimensions that are fixed.
     """
-    found = []
+    opened = []
     for value in model.graph.input:
         name, tensor = value.name, value.type.tensor_type
         if not value.type.HasField("tensor_type"):
             raise BackendError(f"input {name} is no tensor")
-        if not tensor.HasField("shape"):  # a guard compares as many sizes as there are
+        if not tensor.HasField("shape"):  # a guard compares a fixed number of sizes
             raise BackendError(f"input {name} may have any number of dimensions: kernels are for one")
         declared = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
-        for shape in (sizes[name] for sizes in wanted if name in sizes):
+        for shape in (sizes[name] for sizes in requested if name in sizes):
             fits = len(shape) == len(declared) and all(d in (None, n) for d, n in zip(declared, shape))
             if not fits:
                 text = "x".join(str(d or "?") for d in declared)
@@ -314,29 +325,29 @@ def open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]]
                     f"input {name} is {text}: it cannot have the shape {'x'.join(map(str, shape))}"
                 )
         if None in declared:
-            found.append(name)
-            if not wanted or any(name not in sizes for sizes in wanted):
+            opened.append(name)
+            if not requested or any(name not in sizes for sizes in requested):
                 sizes = ",".join(str(d or "?") for d in declared)
                 raise BackendError(
                     f"input {name} has open dimensions: kernels are for fixed sizes, give them with "
                     f"--shape {name}={sizes}"
                 )
-    return found
+    return opened
 
 
 def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
-    """Whether a node can be in a region: a known operator on tensors of fixed sizes, floats of single precision, that
-    is not marked to be left.
+    """A function that says whether a node can be in a region. It must be a supported operator on tensors of fixed
+    sizes, floats of single precision, and not be marked for ONNX Runtime.
 
-    Whole numbers and truth values may be moved, compared and converted.
+    Integers and booleans may be moved, compared and converted.
     """
 
     def fits(node: NodeProto) -> bool:
         if any(entry.key == ON_RUNTIME for entry in node.metadata_props):
             return False
-        if node.op_type in _LEFT or unsupported([(node.domain, node.op_type)]):
+        if node.op_type in _ON_RUNTIME or unsupported([(node.domain, node.op_type)]):
             return False
-        if node.op_type == "Dropout" and len(node.input) > 2:  # it may be random
+        if node.op_type == "Dropout" and len(node.input) > 2:  # the third input may make it random
             return False
         results = [name for name in node.output if name]
         if not all(name in types and _is_fixed(types[name]) for name in (*names_read(node), *results)):
@@ -350,12 +361,12 @@ def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
 
 
 def takes(model: ModelProto, types: Mapping[str, TypeProto]) -> bool:
-    """Whether all nodes of a model of fixed sizes can be in a region. `types`: of its values (`types_of`)."""
+    """Whether all nodes of a model of fixed sizes can be in a region. `types`: the types of its values (`types_of`)."""
     return all(map(_fitting(types), model.graph.node))
 
 
 def _is_fixed(kind: TypeProto) -> bool:
-    """Whether a type is that of tensors in a region."""
+    """Whether tensors of a type can be in a region."""
     tensor = kind.tensor_type
     if not kind.HasField("tensor_type") or not tensor.HasField("shape"):
         return False

@@ -1,7 +1,7 @@
-"""Kernels as a library of custom operators: a shared library that ONNX Runtime loads and that needs nothing of TVM.
+"""Kernels as a library of custom operators: a shared library that ONNX Runtime loads and that needs no part of TVM.
 
-It consists of TVM's object code, the constants of the kernels, tables (`tables.c`, written here) that say which kernel
-is called with which tensors, and a small runtime (`native/`).
+It consists of TVM's object code, the constants of the kernels, tables (`tables.c`, which is generated here) that say
+which kernel is called with which tensors, and a small runtime (`native/`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from xrlflow.backends.tvm.lowering.plan import (
     ALIGNMENT,
     COPY,
     ExecutionPlan,
-    Place,
+    Location,
     Tensor,
     np_dtype,
     plan_of,
@@ -50,26 +50,27 @@ NATIVE = Path(__file__).parent / "native"
 _SOURCES = ("runtime.c", "processor.c")
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 _LINKING = ("-Wl,-z,noexecstack", "-lm", "-lpthread")
-# A session may outlive its options, which unload the library.
+# The library must stay loaded: a session may outlive its options, which unload the library.
 _STAYS = "-Wl,-z,nodelete"
-# A kernel that calls this looks for functions of TVM's runtime by name.
+# A kernel that calls this function needs TVM's runtime.
 _RUNTIME = b"TVMFFIEnvModLookupFromImports"
 # DLPack's codes of kinds of elements.
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
-# Parts of a parallel loop for each core, so that a core that was disturbed gets fewer.
+# A parallel loop has so many parts for each core, so that a core that is disturbed takes fewer of them.
 _TASKS_PER_CORE = 4
 _OBJECTS = 8
-"""Object files of a library."""
+"""The number of object files of a library."""
 _LONGEST_NAME = 100
-"""Characters of a name in an error message, so that the rest of the message fits (TEXT of `native/runtime.c`)."""
+"""The greatest length of a name in an error message, so that the other words of the message fit (TEXT of
+`native/runtime.c`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledRegion:
-    """A region's plan, and the module that has its kernels. `inputs` and `outputs` are their names in the model.
+    """A region's execution plan, and the module with its kernels. `inputs` and `outputs`: their names in the model.
 
-    `weights`: the further inputs of its node, with their types as ONNX numbers them. The kernels have copies, and
-    read none of them. `chosen`: the algorithms of convolutions.
+    `weights`: further inputs of the region's node, with their types as ONNX numbers them. Kernels do not read them,
+    since they have copies. `chosen`: the algorithms of layers.
     """
 
     plan: ExecutionPlan
@@ -90,12 +91,12 @@ def compile_region(
     channels_last: bool | None = None,
     algorithms: Algorithms = DEFAULT,
 ) -> CompiledRegion:
-    """Lower and schedule a region of a model. The ports of its node have the region's order, which may be another one
-    than the model's.
+    """Lower and schedule a region of a model. The inputs and outputs of its node have the region's order, which may
+    differ from the model's.
 
-    `types`: of the values that cross its border, with fixed sizes. `weights_as_inputs`: see `regions.with_functions`.
-    `channels_last`, `algorithms`: see `fusion.fuse`. Raises BackendError for models that cannot be lowered (see
-    `importer.import_model`), or not without TVM's runtime.
+    `types`: the types, with fixed sizes, of the values that cross the region's border. `weights_as_inputs`: see
+    `regions.with_functions`. `channels_last`, `algorithms`: see `fusion.fuse`. Raises BackendError for models that
+    cannot be lowered (see `importer.import_model`), or not without TVM's runtime.
     """
     part = extracted(model, region, types)
     module = import_model(part)
@@ -110,8 +111,8 @@ def compile_region(
 
 @dataclass(frozen=True, slots=True)
 class KernelLibrary:
-    """Regions, by name, as object code and tables. `domain` is their operators' domain: it has a digest of both, and
-    one of what the file computes without them (see `onnxio.region_digest`)."""
+    """Regions, by name, as object code and tables. `domain`: the domain of their operators. Its name has a digest of
+    both, and one of what the file computes without them (see `onnxio.region_digest`)."""
 
     machine: Machine
     code: tuple[bytes, ...]
@@ -133,7 +134,8 @@ class KernelLibrary:
 
     @property
     def _section(self) -> str:
-        """Where constants go. On x86-64, code cannot reach beyond 2 GB, and linkers put .lrodata behind all of it."""
+        """The section of constants. On x86-64, code cannot reach beyond 2 GB, and linkers put .lrodata behind
+        everything else."""
         return ".lrodata" if self.machine.triple.startswith("x86_64") else ".rodata"
 
     def _build(self, command: str, folder: Path, options: Sequence[str], profiled: int) -> Path:
@@ -150,30 +152,30 @@ class KernelLibrary:
         (folder / "exports").write_text(f"{{ global: {names} local: *; }};\n")
         options = (*options, f"-DXRLFLOW_PROFILE={profiled}" if profiled else _STAYS)
         sources = [str(NATIVE / name) for name in _SOURCES]
-        done = subprocess.run(
+        result = subprocess.run(
             [
                 command, *_FLAGS, f"-I{NATIVE}", *sources, "tables.c", "constants.s", *objects,
                 "-Wl,--version-script=exports", *_LINKING, *options, "-o", "built.so",
             ],
             cwd=folder, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            said = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+        if result.returncode != 0:
+            lines = [line for line in result.stderr.splitlines() if line.strip()]
+            message = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
             raise BackendError(
-                f"the C compiler ({command}) cannot build a library of kernels: {one_line(said)}"
+                f"the C compiler ({command}) cannot build a library of kernels: {one_line(message)}"
             )
         return folder / "built.so"
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltLibrary:
-    """A library of kernels that another process built, as the file that it is."""
+    """A library of kernels that another process built, as the content of its file."""
 
     content: bytes
 
     def save(self, path: Path) -> None:
-        """Write the library. It is written completely or not at all. Raises BackendError if it cannot be written."""
+        """Write the library, completely or not at all. Raises BackendError if it cannot be written."""
 
         def copied(folder: Path) -> Path:
             copy = folder / "built.so"
@@ -185,7 +187,7 @@ class BuiltLibrary:
 
 
 def _put(path: Path, build: Callable[[Path], Path]) -> None:
-    """Put the file that `build` makes in a folder beside `path` to that path. Raises BackendError if it cannot be
+    """Move the file that `build` creates in a folder next to `path` to that path. Raises BackendError if it cannot be
     written."""
     try:
         target = Path(files.destination(path))
@@ -208,8 +210,8 @@ def kernel_library(
         for name, function in region.module.functions.items():
             if name.name_hint in called:
                 symbol = _symbol(index, name.name_hint)
-                own = marked(function) if name.name_hint in crossing else function
-                functions[symbol] = own.with_attr("global_symbol", symbol)
+                kernel = marked(function) if name.name_hint in crossing else function
+                functions[symbol] = kernel.with_attr("global_symbol", symbol)
     code = _object_code(functions, machine)
     if any(_RUNTIME in part for part in code):
         raise BackendError("a kernel calls a function of TVM's runtime")
@@ -222,26 +224,27 @@ def kernel_library(
 
 
 def _object_code(functions: Mapping[str, Any], machine: Machine) -> tuple[bytes, ...]:
-    """Object files of functions, generated by as many threads as may run at once. There is none if all that the
-    regions do is to copy. How many there are does not depend on this machine, because a library's name does on them."""
+    """Object files of functions, generated by as many threads as may run at once. There is none if all regions only
+    copy. The number of files does not depend on this machine, because the library's name depends on it."""
     names = list(functions)
     count = min(_OBJECTS, len(names))
-    # Functions that take long are alike and follow each other, so dealing them out is fair.
+    # Functions that take long to compile are similar and follow one another, so dealing them out in turn is fair.
     shares = [{name: functions[name] for name in names[number::count]} for number in range(count)]
-    # The folder is not the threads': they are not waited for when the program is to end, and leave nothing behind.
+    # The folder does not belong to the threads: when the program is to end, they are not waited for, and leave nothing
+    # behind.
     with heeding_interrupts(), tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
         paths = [Path(folder) / f"kernels{number}.o" for number in range(count)]
         pool = ThreadPoolExecutor(available_cpus(), COMPILING)
         try:
-            made = tuple(pool.map(lambda share, path: _object_file(share, machine, path), shares, paths))
+            objects = tuple(pool.map(lambda share, path: _object_file(share, machine, path), shares, paths))
         except (Exception, KeyboardInterrupt):
-            pool.shutdown(cancel_futures=True)  # what is measured next is not to be disturbed
+            pool.shutdown(cancel_futures=True)  # or else they would disturb the next measurement
             raise
-        except BaseException:  # the end of the program: one function may take a minute
+        except BaseException:  # the program is to end, and one function may take a minute
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         pool.shutdown()
-        return made
+        return objects
 
 
 def _object_file(functions: Mapping[str, Any], machine: Machine, path: Path) -> bytes:
@@ -254,19 +257,19 @@ def _object_file(functions: Mapping[str, Any], machine: Machine, path: Path) -> 
 
 def _shared_constants(plans: Iterable[ExecutionPlan]) -> tuple[tuple[Array, ...], list[list[int]]]:
     """The constants of all plans, equal ones once, and for each plan their offsets in bytes."""
-    kept: list[Array] = []
-    place: dict[bytes, int] = {}
+    constants: list[Array] = []
+    positions: dict[bytes, int] = {}
     end, offsets = 0, list[list[int]]()
     for plan in plans:
         offsets.append([])
         for array in plan.constants:
             key = hashlib.blake2b(array.tobytes(), digest_size=32).digest()
-            if key not in place:
-                place[key] = end = -(-end // ALIGNMENT) * ALIGNMENT
-                kept.append(array)
+            if key not in positions:
+                positions[key] = end = -(-end // ALIGNMENT) * ALIGNMENT
+                constants.append(array)
                 end += array.nbytes
-            offsets[-1].append(place[key])
-    return tuple(kept), offsets
+            offsets[-1].append(positions[key])
+    return tuple(constants), offsets
 
 
 # --- Tables in C
@@ -305,7 +308,7 @@ def _literal(text: str) -> Iterator[str]:
 
 
 def _list(values: Iterable[object]) -> str:
-    """What stands between the braces of an array, which C does not let be empty."""
+    """The values between the braces of a C array, which must not be empty."""
     return ", ".join(map(str, values)) or "0"
 
 
@@ -324,8 +327,8 @@ def _tables(
     yield f"const char* const xrlflow_features[] = {{{_list(features)}}};\n"
     yield f"const int32_t xrlflow_tasks = {machine.cores * _TASKS_PER_CORE};\n"
     rows = []
-    for index, ((name, region), known) in enumerate(zip(regions.items(), offsets)):
-        yield from _arrays(index, region, known)
+    for index, ((name, region), own_offsets) in enumerate(zip(regions.items(), offsets)):
+        yield from _arrays(index, region, own_offsets)
         rows.append(_row(index, name, region))
     yield f"const int32_t xrlflow_regions = {len(rows)};\n"
     yield f"const struct region xrlflow_region[] = {{\n{''.join(rows)}}};\n"
@@ -388,9 +391,9 @@ def _check(check: Check) -> str:
 
 def _tensor(tensor: Tensor, offsets: Sequence[int], shape: str) -> str:
     kind = np_dtype(tensor.dtype)
-    offset = offsets[tensor.offset] if tensor.place is Place.CONSTANT else tensor.offset
+    offset = offsets[tensor.offset] if tensor.location is Location.CONSTANT else tensor.offset
     return (
-        f"{{{tensor.place.value}, {offset}u, {_CODES[kind.kind]}, {kind.itemsize * 8}, "
+        f"{{{tensor.location.value}, {offset}u, {_CODES[kind.kind]}, {kind.itemsize * 8}, "
         f"{len(tensor.shape)}, {shape}}}"
     )
 

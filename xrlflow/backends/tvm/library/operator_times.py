@@ -1,8 +1,9 @@
-"""How long generated kernels take for single operators, for cost models.
+"""Measures generated kernels of single operators, for cost models.
 
 Each operator is compiled as a region of its own, all of them into one library, and runs in a session of its own. The
-library notes how long each kernel took. In a network with convolutions, kernels keep images with channels last. There
-an operator gets such an image and gives one: conversions that are left are those that it needs in the network.
+library notes how long each kernel took. In a network with convolutions, images have channels last between kernels. For
+such networks an operator gets an image with channels last and returns one. So its kernels only have the conversions
+that they also need in the network.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.onnxio.regions import whole_region
 
 _IR_VERSION = 8
-# Operators that do not take an image for one.
+# Operators whose four-dimensional inputs are no images.
 _NO_IMAGES = frozenset(
     {"Flatten", "Gather", "GatherND", "MatMul", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 )
@@ -45,18 +46,19 @@ _OWN_CODE = (
     *sorted(Path(__file__).parents[1].rglob("*.py")),
     *sorted((Path(__file__).parent / "native").iterdir()),
 )
-# Runs that fill caches and plan memory, the fewest and the most runs that count, and the seconds of all.
+# The number of runs that fill caches and plan memory; the fewest and the most runs that count; and the seconds of all.
 _WARM, _LEAST, _MOST, _SECONDS = 3, 5, 100, 0.02
-# Attempts to measure an operator while our threads wait for a processor no more than this part of the time.
+# An operator is measured up to so many times, until our threads wait for a processor for at most this part of the time.
 _ATTEMPTS, _QUIET = 3, 0.05
 
 Operator: TypeAlias = tuple[bytes, Mapping[str, Array]]
-"""A serialised model of one operator, of fixed sizes, and its inputs."""
+"""A serialised model of one operator, with fixed sizes, and its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one call, of each run. `waiting`: the part of the time that our threads waited for a processor."""
+    """The seconds of each run. `waiting`: the part of the time, from 0 to 1, that our threads waited for a
+    processor."""
 
     seconds: npt.NDArray[np.float64]
     waiting: float
@@ -72,21 +74,21 @@ def operator_times(
 ) -> list[Times | None]:
     """The times of these operators; None for those that cannot be kernels.
 
-    `algorithms`: as in `hybrid`. `channels_last`: how images are kept in the network.
-    Raises BackendError if there is no C compiler, or if a kernel fails.
+    `algorithms`: as in `hybrid`. `channels_last`: whether images of the network have channels last. Raises BackendError
+    if there is no C compiler, or if a kernel fails.
     """
     models = [onnx.load_from_string(model) for model, _ in operators]
-    feeds = [{name: np.asarray(value) for name, value in given.items()} for _, given in operators]
+    feeds = [{name: np.asarray(value) for name, value in inputs.items()} for _, inputs in operators]
     if channels_last:
-        for proto, given in zip(models, feeds):
-            _turn_images(proto, given)
+        for proto, inputs in zip(models, feeds):
+            _with_channels_last(proto, inputs)
     compiled = [_compiled(model, machine, channels_last, algorithms) for model in models]
     regions = {f"Operator_{i}": region for i, region in enumerate(compiled) if region is not None}
     if not regions:
         return [None] * len(operators)
     library = kernel_library(regions, machine)
     total = max(1, sum(len(region.plan.calls) for region in regions.values()))
-    found: list[Times | None] = [None] * len(operators)
+    times: list[Times | None] = [None] * len(operators)
     with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder, ExitStack() as at_end:
         path = Path(folder) / "operators.so"
         library.save(path, profiled=total)
@@ -100,11 +102,11 @@ def operator_times(
             model = _model(f"Operator_{index}", region, library.domain)
             with open_model(model, threads=threads, session_options=_options(path)) as opened:
                 end = begin + len(region.plan.calls)
-                found[index] = _quietest(
+                times[index] = _quietest(
                     opened.bound_caller(feeds[index]), functools.partial(_sum, spent, begin, end)
                 )
             begin = end
-    return found
+    return times
 
 
 def _sum(spent: Any, begin: int, end: int) -> int:
@@ -112,16 +114,19 @@ def _sum(spent: Any, begin: int, end: int) -> int:
 
 
 def _quietest(run: Callable[[], object], spent: Callable[[], int]) -> Times:
-    """The times of a call, undisturbed or else of the best of several attempts. `spent`: nanoseconds of the last."""
+    """The times of an undisturbed attempt, or else of the fastest of several. `spent`: returns the nanoseconds of the
+    last run."""
     best: Times | None = None
     for _ in range(_ATTEMPTS):
         before, begin = waited(), time.perf_counter()
-        taken: list[int] = []
-        while len(taken) < _WARM + _LEAST or (len(taken) < _MOST and time.perf_counter() - begin < _SECONDS):
+        nanoseconds: list[int] = []
+        while len(nanoseconds) < _WARM + _LEAST or (
+            len(nanoseconds) < _MOST and time.perf_counter() - begin < _SECONDS
+        ):
             run()
-            taken.append(spent())
+            nanoseconds.append(spent())
         share = (waited() - before) / (time.perf_counter() - begin)
-        times = Times(np.array(taken[_WARM:]) * 1e-9, max(0.0, share))
+        times = Times(np.array(nanoseconds[_WARM:]) * 1e-9, max(0.0, share))
         if best is None or np.min(times.seconds) < np.min(best.seconds):
             best = times
         if times.waiting <= _QUIET:
@@ -131,13 +136,14 @@ def _quietest(run: Callable[[], object], spent: Callable[[], int]) -> Times:
 
 
 def _options(library: Path) -> Options:
-    """As operators of ONNX Runtime are measured: threads spin between runs, as they do within a model."""
+    """Session options for kernels as for operators of ONNX Runtime: threads spin between runs, as they do within a
+    model."""
     return with_library({"session.force_spinning_stop": "0"}, str(library))
 
 
 @functools.cache
 def code_version() -> str:
-    """What generates kernels: TVM and our own code."""
+    """The version of all that generates kernels: TVM, and a digest of the sources of this package."""
     digest = hashlib.blake2b(digest_size=6)
     for path in _OWN_CODE:
         digest.update(path.read_bytes())
@@ -158,37 +164,37 @@ def _compiled(
         return compile_region(
             model, whole, types, machine, channels_last=channels_last, algorithms=algorithms
         )
-    except BackendError:  # it stays with ONNX Runtime, as in a network
+    except BackendError:  # the operator stays with ONNX Runtime, as in a network
         return None
 
 
-def _turn_images(model: ModelProto, feeds: dict[str, Array]) -> None:
-    """Let the operator of a model take and give images with channels last, by transpositions around it."""
+def _with_channels_last(model: ModelProto, feeds: dict[str, Array]) -> None:
+    """Let the operator of a model take and return images with channels last, by transpositions around it."""
     graph = model.graph
     node = NodeProto()
     node.CopyFrom(graph.node[0])
     if node.op_type in _NO_IMAGES:
         return
-    turned: list[NodeProto] = []
+    transpositions: list[NodeProto] = []
     for value in graph.input:
         if len(value.type.tensor_type.shape.dim) == len(_LAST):
             outside = f"{value.name}.last"
             inside = f"{value.name}.first"
             node.input[:] = [inside if name == value.name else name for name in node.input]
-            turned.append(helper.make_node("Transpose", [outside], [inside], perm=_FIRST))
+            transpositions.append(helper.make_node("Transpose", [outside], [inside], perm=_FIRST))
             feeds[outside] = np.ascontiguousarray(feeds.pop(value.name).transpose(_LAST))
-            _turn(value, outside)
+            _move_channels(value, outside)
     del graph.node[:]
-    graph.node.extend([*turned, node])
+    graph.node.extend([*transpositions, node])
     for value in graph.output:
         if len(value.type.tensor_type.shape.dim) == len(_LAST):
             outside = f"{value.name}.last"
             graph.node.append(helper.make_node("Transpose", [value.name], [outside], perm=_LAST))
-            _turn(value, outside)
+            _move_channels(value, outside)
 
 
-def _turn(value: ValueInfoProto, name: str) -> None:
-    """Rename an image, and bring its channels last."""
+def _move_channels(value: ValueInfoProto, name: str) -> None:
+    """Rename an image, and move its channels last."""
     value.name = name
     dims = value.type.tensor_type.shape.dim
     sizes = [dims[axis].dim_value for axis in _LAST]

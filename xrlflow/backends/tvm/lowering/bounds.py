@@ -1,10 +1,10 @@
-"""Indices that are data: none leaves its table, and one that would is reported as the caller's error.
+"""Keeps indices that are data inside their tables, and reports those that are not as errors of the caller.
 
 TVM's kernels read and write wherever an index points. So each index first goes through `inside`, which counts negative
 ones from the end and moves those outside to the nearest end: a kernel stays in its memory for all data, even if only
-TVM's runtime is used. The model has one more output than its own: the least and the greatest of each tensor of indices.
-Whatever runs the model compares them with the table sizes (`Check`), and raises an error. Constant indices are compared
-when the model is compiled.
+TVM's runtime is used. The model gets one additional output: the least and the greatest number of each tensor of
+indices. The program that runs the model compares them with the sizes of the tables (`Check`), and raises an error.
+Constant indices are checked when the model is compiled.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from xrlflow.backends.tvm.fusion.checks import Check, complain, ends_of
 from xrlflow.backends.tvm.toolchain.reading import known_value, sizes
 
 _KERNEL = "least_and_greatest"
-_SCHEDULED = {"tirx.is_scheduled": True, "op_pattern": 8}  # not fused, and not scheduled again
+_SCHEDULED = {"tirx.is_scheduled": True, "op_pattern": 8}  # neither fused nor scheduled again
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the graph, as messages name it, with its results and the origins of its operands."""
+    """A node of the graph: its name in messages, its results and its operands."""
 
     title: str
     results: tuple[str, ...]
     operands: tuple[str, ...]
     sources: Callable[[str], Sequence[str]]
-    """The inputs of the model that a tensor is computed from."""
+    """The inputs of the model from which a tensor is computed."""
 
     def origin(self, operand: int) -> str:
-        """Where the numbers of an operand come from, for messages."""
+        """A text for messages that says where the numbers of an operand come from."""
         name = self.operands[operand]
         sources = self.sources(name)
         if list(sources) == [name]:
@@ -49,11 +49,11 @@ def nodes_of(graph: Any) -> list[Node]:
     producers = {name: node for node in graph.node for name in node.output if name}
 
     def sources(name: str) -> Sequence[str]:
-        reached, waiting = set[str](), [name]
-        while waiting:
-            if (tensor := waiting.pop()) not in reached:
+        reached, pending = set[str](), [name]
+        while pending:
+            if (tensor := pending.pop()) not in reached:
                 reached.add(tensor)
-                waiting += producers[tensor].input if tensor in producers else ()
+                pending += producers[tensor].input if tensor in producers else ()
         return [name for name in inputs if name in reached]
 
     def title(node: Any) -> str:
@@ -63,8 +63,8 @@ def nodes_of(graph: Any) -> list[Node]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """A check and its tensor: all of it, or one column of its last dimension."""
+class _CheckedTensor:
+    """A check and its tensor. `column`: only this column of the tensor's last dimension; None: all of it."""
 
     check: Check
     tensor: Any
@@ -76,66 +76,69 @@ class Bounds:
     """The checks of a graph while it is imported with TVM's builder `builder`."""
 
     builder: Any
-    seen: list[_Seen] = field(default_factory=list)
+    checked: list[_CheckedTensor] = field(default_factory=list)
 
     def operands(self, node: Node, op: str, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> list[Any]:
-        """The operands of a node, with indices moved inside their tables. The model will check them.
+        """The operands of a node, with indices moved inside their tables. Their checks are added.
 
-        Raises BackendError for constant indices outside, and for tables of sizes that the operator does not take.
+        Raises BackendError for constant indices outside, and for sizes of tables that the operator does not admit.
         """
         rule = RULES.get(op)
-        given = list(inputs)
-        return given if rule is None else rule(self, node, given, attrs)
+        operands = list(inputs)
+        return operands if rule is None else rule(self, node, operands, attrs)
 
     def output(self) -> Any | None:
-        """The additional output; None if there is nothing to check."""
-        if not self.seen:
+        """The additional output of the model; None if there is nothing to check."""
+        if not self.checked:
             return None
-        columns = [seen.column for seen in self.seen]
+        columns = [entry.column for entry in self.checked]
         return self.builder.emit_te(
             lambda tensors: least_and_greatest(tensors, columns),
-            [seen.tensor for seen in self.seen],
+            [entry.tensor for entry in self.checked],
             primfunc_name_hint=_KERNEL,
             primfunc_attrs=_SCHEDULED,
         )
 
     @property
     def checks(self) -> list[Check]:
-        return [seen.check for seen in self.seen]
+        return [entry.check for entry in self.checked]
 
-    def look(self, check: Check, tensor: Any, column: int | None = None) -> None:
-        """Check a tensor of whole numbers, or one column of it: now, if it is constant, else at run time."""
+    def add_check(self, check: Check, tensor: Any, column: int | None = None) -> None:
+        """Check a tensor of integers, or one column of it: now if it is constant, otherwise at each run."""
         shape = sizes(tensor)
         if shape is not None and 0 in shape:
             return
-        if (known := known_value(tensor)) is not None:
-            complain([check], ends_of(known if column is None else known[..., column]))
-        elif not any(s.check == check and s.tensor.same_as(tensor) and s.column == column for s in self.seen):
-            self.seen.append(_Seen(check, tensor, column))
+        if (constant := known_value(tensor)) is not None:
+            complain([check], ends_of(constant if column is None else constant[..., column]))
+        elif not any(
+            s.check == check and s.tensor.same_as(tensor) and s.column == column for s in self.checked
+        ):
+            self.checked.append(_CheckedTensor(check, tensor, column))
 
     def index(
-        self, node: Node, operand: int, given: list[Any], extents: Sequence[int], *, wraps: bool = True
+        self, node: Node, operand: int, operands: list[Any], extents: Sequence[int], *, wraps: bool = True
     ) -> None:
-        """Move operand `operand` of a node inside a table. There is one extent for all of it, or one for each column.
+        """Move the indices in operand `operand` inside their table, and check them. `extents`: one for the entire
+        tensor, or one for each column.
 
         `wraps`: negative indices count from the end.
         """
-        tensor, origin = given[operand], node.origin(operand)
+        tensor, origin = operands[operand], node.origin(operand)
         for column, extent in enumerate(extents):
             low, high = -extent if wraps else 0, extent - 1
             table = f" in dimension {column}" if len(extents) > 1 else ""
             room = f"{low} to {high}" if extent else "none"
             text = (f"{node.title}: index ", f" ({origin}) is outside of its table{table}, which has {room}")
-            self.look(Check(text, low, high), tensor, column if len(extents) > 1 else None)
+            self.add_check(Check(text, low, high), tensor, column if len(extents) > 1 else None)
         if known_value(tensor) is None and 0 not in (sizes(tensor) or ()):
-            given[operand] = self.builder.emit_te(
+            operands[operand] = self.builder.emit_te(
                 inside, tensor, list(extents), wraps, primfunc_name_hint="inside"
             )
 
 
 def inside(x: Any, extents: Sequence[int], wraps: bool) -> Any:
     """Indices moved to 0 ... extent - 1. Negative ones count from the end (with `wraps`); those outside become the
-    nearest end. Several extents are one for each column."""
+    nearest end. `extents`: one for all indices, or one for each column."""
     from tvm import te, tirx
 
     def element(*i: Any) -> Any:
@@ -156,18 +159,18 @@ def least_and_greatest(tensors: Sequence[Any], columns: Sequence[int | None]) ->
     from tvm import te, tirx
 
     def end(x: Any, column: int | None, reduce: Callable[..., Any]) -> Any:
-        kept = len(x.shape) - (column is not None)
-        axes = [te.reduce_axis((0, n), name="k") for n in x.shape[:kept]]
+        rank = len(x.shape) - (column is not None)
+        axes = [te.reduce_axis((0, n), name="k") for n in x.shape[:rank]]
         number = x[(*axes, column) if column is not None else tuple(axes)].astype("int64")
         return te.compute((1,), lambda _: reduce(number, axis=axes) if axes else number, name="end")
 
     ends = [end(x, c, reduce) for x, c in zip(tensors, columns) for reduce in (te.min, te.max)]
 
     def element(i: Any, j: Any) -> Any:
-        found = ends[-1][0]
-        for place in reversed(range(len(ends) - 1)):
-            found = tirx.if_then_else(i * 2 + j == place, ends[place][0], found)
-        return found
+        result = ends[-1][0]
+        for index in reversed(range(len(ends) - 1)):
+            result = tirx.if_then_else(i * 2 + j == index, ends[index][0], result)
+        return result
 
     return te.compute((len(tensors), 2), element, name=_KERNEL)
 
@@ -175,7 +178,7 @@ def least_and_greatest(tensors: Sequence[Any], columns: Sequence[int | None]) ->
 # --- The indices of each operator
 
 
-def _known(node: Node, tensor: Any) -> tuple[int, ...]:
+def _shape_of(node: Node, tensor: Any) -> tuple[int, ...]:
     from tvm import relax, tirx
 
     if isinstance(tensor, relax.ShapeExpr):
@@ -197,122 +200,126 @@ def _axis(node: Node, attrs: Mapping[str, Any], rank: int, default: int = 0) -> 
     return axis % rank
 
 
-def _gather(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    shape = _known(node, given[0])
-    bounds.index(node, 1, given, [shape[_axis(node, attrs, len(shape))]])
-    return given
+def _gather(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
+    shape = _shape_of(node, operands[0])
+    bounds.index(node, 1, operands, [shape[_axis(node, attrs, len(shape))]])
+    return operands
 
 
-def _elements(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    shape, indices = _known(node, given[0]), _known(node, given[1])
+def _elements(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
+    shape, indices = _shape_of(node, operands[0]), _shape_of(node, operands[1])
     axis = _axis(node, attrs, len(shape))
     others = (i for i in range(len(shape)) if i != axis)
     if len(indices) != len(shape) or any(indices[i] > shape[i] for i in others):
         raise BackendError(
             f"{node.title}: indices of shape {list(indices)} reach beyond a table of shape {list(shape)}"
         )
-    if len(given) > 2 and _known(node, given[2]) != indices:
+    if len(operands) > 2 and _shape_of(node, operands[2]) != indices:
         raise BackendError(
-            f"{node.title}: updates of shape {list(_known(node, given[2]))}, not {list(indices)}"
+            f"{node.title}: updates of shape {list(_shape_of(node, operands[2]))}, not {list(indices)}"
         )
-    bounds.index(node, 1, given, [shape[axis]])
-    return given
+    bounds.index(node, 1, operands, [shape[axis]])
+    return operands
 
 
-def _coordinates(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    shape, indices = _known(node, given[0]), _known(node, given[1])
+def _coordinates(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
+    shape, indices = _shape_of(node, operands[0]), _shape_of(node, operands[1])
     batch = int(attrs.get("batch_dims", 0))
     if not indices or batch + indices[-1] > len(shape) or indices[:batch] != shape[:batch]:
         raise BackendError(
             f"{node.title}: indices of shape {list(indices)} reach beyond a table of shape {list(shape)}"
         )
     expected = indices[:-1] + shape[indices[-1] :]
-    if len(given) > 2 and _known(node, given[2]) != expected:
+    if len(operands) > 2 and _shape_of(node, operands[2]) != expected:
         raise BackendError(
-            f"{node.title}: updates of shape {list(_known(node, given[2]))}, not {list(expected)}"
+            f"{node.title}: updates of shape {list(_shape_of(node, operands[2]))}, not {list(expected)}"
         )
     if indices[-1]:
-        bounds.index(node, 1, given, shape[batch : batch + indices[-1]])
-    return given
+        bounds.index(node, 1, operands, shape[batch : batch + indices[-1]])
+    return operands
 
 
-def _top(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    shape = _known(node, given[0])
+def _top(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
+    shape = _shape_of(node, operands[0])
     extent = shape[_axis(node, attrs, len(shape), -1)]
-    known = known_value(given[1]) if len(given) > 1 else None
-    count = int(attrs.get("k", 1)) if known is None else int(known.item())
+    constant = known_value(operands[1]) if len(operands) > 1 else None
+    count = int(attrs.get("k", 1)) if constant is None else int(constant.item())
     if not 0 <= count <= extent:
         raise BackendError(f"{node.title}: asked for the first {count} of {extent}")
-    return given
+    return operands
 
 
-def _padded(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
+def _padded(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
     if attrs.get("mode", b"constant") != b"reflect":
-        return given
-    shape = _known(node, given[0])
-    known, chosen = (
-        known_value(given[i]) if len(given) > i and given[i] is not None else None for i in (1, 3)
+        return operands
+    shape = _shape_of(node, operands[0])
+    constant, constant_axes = (
+        known_value(operands[i]) if len(operands) > i and operands[i] is not None else None for i in (1, 3)
     )
-    pads = list(attrs.get("pads", ())) if known is None else known.ravel().tolist()
-    axes = list(range(len(shape))) if chosen is None else [int(axis) % len(shape) for axis in chosen.ravel()]
+    pads = list(attrs.get("pads", ())) if constant is None else constant.ravel().tolist()
+    axes = (
+        list(range(len(shape)))
+        if constant_axes is None
+        else [int(axis) % len(shape) for axis in constant_axes.ravel()]
+    )
     for axis, before, after in zip(axes, pads, pads[len(axes) :]):
         if max(before, after) >= max(shape[axis], 1):
             raise BackendError(f"{node.title}: {max(before, after)} reflected elements of {shape[axis]}")
-    return given
+    return operands
 
 
-def _sampled(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    images, grids = _known(node, given[0]), _known(node, given[1])
+def _sampled(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
+    images, grids = _shape_of(node, operands[0]), _shape_of(node, operands[1])
     if images[:1] != grids[:1]:
         raise BackendError(f"{node.title}: {images[0]} images, {grids[0]} grids")
-    return given
+    return operands
 
 
-def _unpooled(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    shape, kernel = _known(node, given[0]), attrs["kernel_shape"]
-    if len(given) > 2 or any(attrs.get("pads", ())):
+def _unpooled(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
+    shape, kernel = _shape_of(node, operands[0]), attrs["kernel_shape"]
+    if len(operands) > 2 or any(attrs.get("pads", ())):
         raise BackendError(f"TVM cannot lower {node.title} (with pads, or an output_shape)", USE_ONNXRUNTIME)
     strides = attrs.get("strides", [1] * len(kernel))
     image = [(n - 1) * s + k for n, s, k in zip(shape[2:], strides, kernel)]
-    if _known(node, given[1]) != shape:
+    if _shape_of(node, operands[1]) != shape:
         raise BackendError(
-            f"{node.title}: indices of shape {list(_known(node, given[1]))}, not {list(shape)}"
+            f"{node.title}: indices of shape {list(_shape_of(node, operands[1]))}, not {list(shape)}"
         )
-    bounds.index(node, 1, given, [math.prod([*shape[:2], *image])], wraps=False)
-    return given
+    bounds.index(node, 1, operands, [math.prod([*shape[:2], *image])], wraps=False)
+    return operands
 
 
-def _aligned(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
+def _aligned(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
     from tvm import relax
 
-    images, (count, *_) = _known(node, given[0]), _known(node, given[1])
-    if _known(node, given[2]) != (count,):
+    images, (count, *_) = _shape_of(node, operands[0]), _shape_of(node, operands[1])
+    if _shape_of(node, operands[2]) != (count,):
         raise BackendError(f"{node.title}: not one batch index for each of {count} regions")
-    finite = bounds.builder.emit(relax.op.astype(relax.op.isfinite(given[1]), "int8"))
-    bounds.look(Check((f"{node.title}: a region ({node.origin(1)}) is not finite",), 1, 1), finite)
-    bounds.index(node, 2, given, [images[0]], wraps=False)
-    return given
+    finite = bounds.builder.emit(relax.op.astype(relax.op.isfinite(operands[1]), "int8"))
+    bounds.add_check(Check((f"{node.title}: a region ({node.origin(1)}) is not finite",), 1, 1), finite)
+    bounds.index(node, 2, operands, [images[0]], wraps=False)
+    return operands
 
 
-def _pooled(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    """The first of the five numbers of a region is the index of its image, a float."""
-    images = _known(node, given[0])
-    batches = bounds.builder.emit_te(first_column, given[1], primfunc_name_hint="first_column")
-    column = [given[0], batches]
+def _pooled(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
+    """Each region has five numbers, of which the first is the index of its image, as a float."""
+    images = _shape_of(node, operands[0])
+    batches = bounds.builder.emit_te(first_column, operands[1], primfunc_name_hint="first_column")
+    column = [operands[0], batches]
     bounds.index(node, 1, column, [images[0]], wraps=False)
-    given[1] = bounds.builder.emit_te(with_first, given[1], column[1], primfunc_name_hint="with_first")
-    return given
+    operands[1] = bounds.builder.emit_te(with_first, operands[1], column[1], primfunc_name_hint="with_first")
+    return operands
 
 
 def first_column(x: Any) -> Any:
-    """The first column of a matrix in whole numbers."""
+    """The first column of a matrix, as integers."""
     from tvm import te
 
-    return te.compute(x.shape[:1], lambda i: whole(x[i, 0], "int64"), name="first_column")
+    return te.compute(x.shape[:1], lambda i: to_integer(x[i, 0], "int64"), name="first_column")
 
 
 def with_first(x: Any, column: Any) -> Any:
-    """A matrix with this first column."""
+    """The matrix with `column` as its first column."""
     from tvm import te, tirx
 
     return te.compute(
@@ -320,42 +327,43 @@ def with_first(x: Any, column: Any) -> Any:
     )
 
 
-def _divided(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    """Dividing integers by zero crashes the process, and so does the least one divided by -1: here it stays itself."""
+def _divided(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
+    """Division of integers. By zero it would crash the process, and so would the least integer by -1. Zero becomes 1
+    and is reported; the least integer divided by -1 is itself."""
     import numpy as np
     from tvm import relax
 
-    if not all(isinstance(getattr(x, "ty", None), relax.TensorType) for x in given):
-        return given
-    (x, y), kind = given, str(given[1].ty.dtype)
-    known, signed = known_value(y), kind.startswith("int")
+    if not all(isinstance(getattr(x, "ty", None), relax.TensorType) for x in operands):
+        return operands
+    (x, y), kind = operands, str(operands[1].ty.dtype)
+    constant, signed = known_value(y), kind.startswith("int")
     if not kind.startswith(("int", "uint")):
-        return given
+        return operands
     text = f"{node.title}: a divisor ({node.origin(1)}) is zero"
-    if known is not None and (known == 0).any():
+    if constant is not None and (constant == 0).any():
         raise BackendError(text)
-    if known is not None and not (signed and (known == -1).any()):
-        return given
+    if constant is not None and not (signed and (constant == -1).any()):
+        return operands
 
     def number(n: int) -> Any:
         return relax.const(n, kind)
 
     emit, op = bounds.builder.emit, relax.op
-    if known is None:
-        bounds.look(Check((text,), 1, 1), emit(op.astype(op.not_equal(y, number(0)), "int8")))
+    if constant is None:
+        bounds.add_check(Check((text,), 1, 1), emit(op.astype(op.not_equal(y, number(0)), "int8")))
     impossible = op.equal(y, number(0))
     if signed:
         least = op.equal(x, number(int(np.iinfo(kind).min)))
         impossible = op.logical_or(impossible, op.logical_and(least, op.equal(y, number(-1))))
-    given[1] = emit(op.where(impossible, number(1), y))
-    return given
+    operands[1] = emit(op.where(impossible, number(1), y))
+    return operands
 
 
 def cast(builder: Any, x: Any, kind: str) -> Any | None:
-    """Floats as whole numbers of 32 or 64 bits, converted as ONNX Runtime's processor does. None: another conversion.
+    """Floats as integers of 32 or 64 bits, converted as ONNX Runtime's processor does. None for other conversions.
 
-    Numbers that do not fit, and NaN, become the least number, which is no valid index. TVM's importer would convert NaN
-    and infinity to 0, which is one.
+    Numbers that do not fit, and NaN, become the least integer, which is no valid index. TVM's importer would convert
+    NaN and infinity to 0, which is one.
     """
     from tvm import relax
 
@@ -363,25 +371,25 @@ def cast(builder: Any, x: Any, kind: str) -> Any | None:
         return None
     if known_value(x) is not None or not str(x.ty.dtype).startswith("float") or sizes(x) is None:
         return None
-    return builder.emit_te(whole_numbers, x, kind, primfunc_name_hint="cast")
+    return builder.emit_te(to_integers, x, kind, primfunc_name_hint="cast")
 
 
-def whole_numbers(x: Any, kind: str) -> Any:
-    """Floats as whole numbers (see `whole`)."""
+def to_integers(x: Any, kind: str) -> Any:
+    """Floats as integers (see `to_integer`)."""
     from tvm import te
 
-    return te.compute(x.shape, lambda *i: whole(x[i], kind), name="cast")
+    return te.compute(x.shape, lambda *i: to_integer(x[i], kind), name="cast")
 
 
-def whole(x: Any, kind: str) -> Any:
-    """A float without its fraction, as a whole number. NaN, and numbers that are too large, become the least one."""
+def to_integer(x: Any, kind: str) -> Any:
+    """A float as an integer, without its fraction. NaN, and numbers that are too large, become the least integer."""
     from tvm import tirx
 
     bits = int(kind.removeprefix("int"))
     wide = x.astype("float32") if str(x.dtype) in ("float16", "bfloat16") else x
     limit = tirx.const(2.0 ** (bits - 1), wide.dtype)
-    known = tirx.all(wide < limit, wide >= -limit)
-    return tirx.Select(known, wide.astype(kind), tirx.const(-(1 << (bits - 1)), kind))
+    fits = tirx.all(wide < limit, wide >= -limit)
+    return tirx.Select(fits, wide.astype(kind), tirx.const(-(1 << (bits - 1)), kind))
 
 
 RULES: Mapping[str, Callable[[Bounds, Node, list[Any], Mapping[str, Any]], list[Any]]] = {
@@ -400,4 +408,4 @@ RULES: Mapping[str, Callable[[Bounds, Node, list[Any], Mapping[str, Any]], list[
     "Div": _divided,
     "Mod": _divided,
 }
-"""By operator: moves the indices of a node inside their tables."""
+"""For each operator with indices: a function that moves the indices of a node inside their tables."""

@@ -35,7 +35,7 @@ _VERSION = 3
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An input or output of a compiled model."""
+    """An input of a compiled model."""
 
     name: str
     dtype: str
@@ -44,7 +44,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What a compiled model was made for. With `checks` it has one more output than names: the numbers to check."""
+    """What a compiled model reads and returns, and the processor and version of TVM that it was compiled for. With
+    `checks` it has one output after `outputs`: the numbers to check."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[str, ...]
@@ -54,7 +55,7 @@ class Interface:
     checks: tuple[Check, ...] = ()
 
     def results(self, values: Sequence[Array]) -> list[Array]:
-        """The model's own outputs, from all computed values. Raises BackendError for an index outside its table."""
+        """The outputs of the model without the numbers to check. Raises BackendError for an index outside its table."""
         if not self.checks:
             return list(values)
         complain(self.checks, values[-1])
@@ -64,8 +65,8 @@ class Interface:
 class TvmModel:
     """A model that was compiled for fixed sizes, loaded in this process. See `CompiledModel`.
 
-    Calls from several threads run one after the other. `chosen`: the algorithms of convolutions, if it was compiled in
-    this process.
+    Calls from several threads run one after the other. `chosen`: the algorithms of layers, if it was compiled in this
+    process.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class TvmModel:
     ) -> None:
         self._executable: Any = executable
         self._machine: Any = None
-        self._settled: int | None = None  # the descriptor of a library file
+        self._settled: int | None = None  # the descriptor of the library file (see `settle`)
         self.interface = interface
         self.threads = threads
         self.chosen = chosen
-        # TVM's virtual machine has one stack of calls: two at once would use each other's registers.
+        # TVM's virtual machine has one stack of calls: two calls at once would use each other's registers.
         self._lock = threading.Lock()
 
     @property
@@ -86,7 +87,7 @@ class TvmModel:
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each input that it was compiled for."""
+        """The shape of each input that the model was compiled for."""
         return {value.name: value.shape for value in self.interface.inputs}
 
     @property
@@ -107,7 +108,8 @@ class TvmModel:
         return lambda: self._call(self._arguments(arrays))
 
     def bound_caller(self, feeds: Feeds) -> Callable[[], object]:
-        """Like `caller`, but inputs and outputs stay TVM's own: for operators timed alone."""
+        """Like `caller`, but inputs and outputs are not converted from and to arrays: for operators that are timed
+        alone."""
         arguments = self._arguments(same_feeds(feeds))
         self._call(arguments)
         main = self._started()["main"]
@@ -131,8 +133,10 @@ class TvmModel:
         return [tensor(array, tvm().cpu()) for array in arguments_of(self.interface, feeds)]
 
     def _started(self) -> Any:
-        """The loaded code. It is not loaded before the first call, since it may be for another processor."""
-        if self._settled is not None and self._executable is None:  # its code is for another processor
+        """The loaded code. It is loaded at the first call, since it may be for another processor."""
+        if (
+            self._settled is not None and self._executable is None
+        ):  # `_settle` did not load it: another processor
             check_runs_here(self.interface)
         if self._executable is None:
             raise BackendError("this model has been closed")
@@ -152,9 +156,8 @@ class TvmModel:
         return self.interface.results([value.numpy() for value in values])
 
     def settle(self, path: str | os.PathLike[str]) -> None:
-        """Save the model to a file of ours that nobody else writes, which may be removed. From then on it is run from
-        there and saved from there: TVM makes machine code for each of loading and saving. Raises BackendError.
-        """
+        """Save the model to a temporary file, then run it and save it from there: TVM generates machine code for each
+        of loading and saving. The file may be removed, but nobody may write to it. Raises BackendError."""
         self.save(path)
         self._settle(path)
 
@@ -162,7 +165,7 @@ class TvmModel:
     def settled(
         path: str | os.PathLike[str], interface: Interface, threads: int, chosen: tuple[AlgorithmChoice, ...]
     ) -> TvmModel:
-        """A model that another process saved to a file of ours. Raises BackendError."""
+        """A model that another process saved to a temporary file. Raises BackendError."""
         model = TvmModel(None, interface, threads, chosen)
         model._settle(path)
         return model
@@ -181,9 +184,9 @@ class TvmModel:
                 linked = _linked_by(self.interface.triple, link)
                 self._executable.export_library(str(library), fcompile=linked)
             return
-        with self._lock, open(self._settled, "rb", closefd=False) as whole, library.open("wb") as copy:
-            whole.seek(0)
-            shutil.copyfileobj(whole, copy)
+        with self._lock, open(self._settled, "rb", closefd=False) as source, library.open("wb") as copy:
+            source.seek(0)
+            shutil.copyfileobj(source, copy)
         os.chmod(library, stat.S_IMODE(os.fstat(self._settled).st_mode))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -204,19 +207,19 @@ class TvmModel:
             )
         try:
             target = Path(files.destination(path))
-            beside = _description(target)
-            if beside.exists() and not target.exists() and not _is_ours(beside):
+            interface_file = _description(target)
+            if interface_file.exists() and not target.exists() and not _is_description(interface_file):
                 raise BackendError(
-                    f"{beside}: xrlflow did not write this: choose another name for {target.name}"
+                    f"{interface_file}: xrlflow did not write this: choose another name for {target.name}"
                 )
             with tempfile.TemporaryDirectory(prefix=files.UNFINISHED, dir=target.parent) as folder:
                 library, description = Path(folder) / target.name, Path(folder) / "interface.json"
                 self._export(library, link)
                 stored = {"format": _VERSION, "digest": _digest(library), **asdict(self.interface)}
-                if target.is_file() and beside.is_file():
+                if target.is_file() and interface_file.is_file():
                     stored["replaced"] = _described(target)
                 description.write_text(json.dumps(stored, indent=1))
-                files.put(description, beside)
+                files.put(description, interface_file)
                 files.put(library, target)
         except OSError as error:
             raise BackendError(f"{target}: cannot be written: {error.strerror or one_line(error)}") from error
@@ -225,17 +228,17 @@ class TvmModel:
 
 
 def _described(library: Path) -> dict[str, Any] | None:
-    """The interface of the library that is at this path (see `save`); None if it is damaged."""
+    """The description of the library that is now at this path (see `save`); None if none fits."""
     try:
         stored = json.loads(_description(library).read_text())
-        found = (stored, stored.pop("replaced", None))
+        entries = (stored, stored.pop("replaced", None))
         digest = _digest(library)
-        return next((entry for entry in found if entry is not None and entry["digest"] == digest), None)
+        return next((entry for entry in entries if entry is not None and entry["digest"] == digest), None)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _is_ours(description: Path) -> bool:
+def _is_description(description: Path) -> bool:
     try:
         stored = json.loads(description.read_text())
     except (OSError, ValueError):
@@ -244,21 +247,21 @@ def _is_ours(description: Path) -> bool:
 
 
 def _linked_by(triple: str, command: str) -> Any:
-    """TVM's linking function: its default here, otherwise one with the compiler of that system."""
+    """TVM's linking function: the default for this system, otherwise one with the compiler of the other system."""
     from tvm.support import cc
 
     return cc.cross_compiler(command, options=["-lm"]) if compiler(triple) != "cc" else None
 
 
 def is_compiled(model: ModelSource) -> bool:
-    """Whether a model's name is that of a shared library which `TvmModel.save` wrote."""
+    """Whether a model's name is that of a library which `TvmModel.save` wrote."""
     return not isinstance(model, bytes) and Path(model).suffix == SUFFIX
 
 
 def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
     """Load a library that `TvmModel.save` wrote.
 
-    Raises BackendError if it is missing, damaged or of another program.
+    Raises BackendError if it is missing, damaged or written by another program.
     """
     assert not isinstance(path, bytes)
     file = Path(path)
@@ -300,8 +303,8 @@ def _loaded(file: Path) -> Any:
     import tvm_ffi
 
     try:
-        # Under a unique name: the system's loader would take a replaced file for the one of the same name that is
-        # loaded. (`tvm.runtime.load_module` would resolve a link.)
+        # The library is loaded under a unique name: if a library was replaced, the system's loader would return the old
+        # one of that name. (`tvm.runtime.load_module` would resolve the link.)
         with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder, _silent():
             name = Path(folder) / file.name
             name.symlink_to(file.resolve())
@@ -321,15 +324,15 @@ def _digest(path: Path) -> str:
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """Suppress standard error: TVM writes a warning there for every constant that it saves or loads."""
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    stderr = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
+        os.dup2(null, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(null)
 
 
 def _description(path: Path) -> Path:
@@ -337,7 +340,7 @@ def _description(path: Path) -> Path:
 
 
 def interface_of(module: Any, model: Any, machine: Machine) -> Interface:
-    """The names of an ONNX ModelProto's inputs and outputs, with the sizes that its Relax `module` has."""
+    """The interface of an ONNX ModelProto, with the sizes of its Relax `module`."""
     constants = {tensor.name for tensor in model.graph.initializer}
     names = [value.name for value in model.graph.input if value.name not in constants]
     values = []
@@ -360,7 +363,7 @@ def check_runs_here(interface: Interface, what: str = "") -> None:
 
 
 def arguments_of(interface: Interface, feeds: Feeds) -> list[Array]:
-    """The inputs in the interface's order. Raises BackendError for inputs of other sizes or types."""
+    """The inputs in the interface's order. Raises BackendError for missing ones, and for other sizes or types."""
     arrays = []
     for value in interface.inputs:
         if value.name not in feeds:
@@ -381,8 +384,8 @@ _configured: dict[str, int] = {}
 def _use_threads(count: int) -> None:
     """Set the number of threads of TVM's pool. A process has one pool.
 
-    Raises BackendError in a process that was forked from one with a pool: its threads stayed there, and a kernel would
-    wait for them forever.
+    Raises BackendError in a process that was forked from one with a pool: the threads of the pool do not exist in the
+    forked process, and a kernel would wait for them forever.
     """
     if _configured.setdefault("process", os.getpid()) != os.getpid():
         raise BackendError(

@@ -1,4 +1,4 @@
-"""Einsum of two operands as a product of matrices in batches, which TVM's own operator computes element by element."""
+"""Lowers Einsum of two operands to a product of matrices in batches. TVM's own operator computes element by element."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _FLOATS = frozenset({"float16", "float32", "float64"})
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The letters of an equation of two operands: those of both and of the result (`batch`), of the first operand and
-    the result (`rows`), of the second and the result (`columns`), and of both operands only (`summed`)."""
+    """An equation of two operands. The letters of `batch` are in both operands and in the result, those of `rows` in
+    the first operand and the result, those of `columns` in the second operand and the result, and those of `summed` in
+    both operands only."""
 
     first: str
     second: str
@@ -39,63 +40,64 @@ class Product:
 
 
 def product_of(equation: str) -> Product | None:
-    """The product that an equation is; None for any other equation, and for products with a vector."""
+    """The product of matrices that an equation means; None for any other equation, and for products with a vector."""
     operands, arrow, out = equation.replace(" ", "").partition("->")
     first, comma, second = operands.partition(",")
     if not comma or "," in second or "." in equation:
         return None
-    if not arrow:  # letters that are there once, in alphabetical order
+    if not arrow:  # the result has the letters that occur once, in alphabetical order
         out = "".join(sorted(c for c in {*operands} - {","} if operands.count(c) == 1))
     if any(len({*letters}) < len(letters) for letters in (first, second, out)):
         return None
     alone = ({*first} ^ {*second}) - {*out}
-    found = Product(first, second, out)
-    if alone or {*out} - {*first, *second} or not (found.rows and found.columns and found.summed):
+    product = Product(first, second, out)
+    if alone or {*out} - {*first, *second} or not (product.rows and product.columns and product.summed):
         return None
-    return found
+    return product
 
 
 def legal_einsum(builder: Any, equation: str, operands: Sequence[Any]) -> Any | None:
-    """An Einsum as a product, emitted with TVM's builder; None if it is none, or for sizes that differ or are open."""
+    """An Einsum as a product, emitted with TVM's builder; None if it is no product, or if sizes differ or are
+    unknown."""
     from tvm import relax
 
-    found = product_of(equation) if len(operands) == 2 else None
-    if found is None or not all(str(x.ty.dtype) in _FLOATS for x in operands):
+    parsed = product_of(equation) if len(operands) == 2 else None
+    if parsed is None or not all(str(x.ty.dtype) in _FLOATS for x in operands):
         return None
     shapes = [sizes(x) for x in operands]
     if any(
         shape is None or len(shape) != len(letters) or 0 in shape
-        for shape, letters in zip(shapes, (found.first, found.second))
+        for shape, letters in zip(shapes, (parsed.first, parsed.second))
     ):
         return None
     size: dict[str, int] = {}
-    for shape, letters in zip(shapes, (found.first, found.second)):
+    for shape, letters in zip(shapes, (parsed.first, parsed.second)):
         for letter, n in zip(letters, shape or ()):
             if size.setdefault(letter, n) != n:
                 return None
 
-    def turned(x: Any, now: str, wanted: str) -> Any:
-        axes = [now.index(letter) for letter in wanted]
-        return x if now == wanted else builder.normalize(relax.op.permute_dims(x, axes))
+    def transposed(x: Any, letters: str, order: str) -> Any:
+        axes = [letters.index(letter) for letter in order]
+        return x if letters == order else builder.normalize(relax.op.permute_dims(x, axes))
 
     def shaped(x: Any, parts: Sequence[str]) -> Any:
-        """With one dimension for each part."""
+        """A tensor reshaped to one dimension for each part."""
         if all(len(part) == 1 for part in parts):
             return x
         return builder.normalize(
             relax.op.reshape(x, [math.prod(size[letter] for letter in part) for part in parts])
         )
 
-    batch = [*found.batch]
-    left = turned(operands[0], found.first, found.batch + found.rows + found.summed)
-    right = turned(operands[1], found.second, found.batch + found.summed + found.columns)
+    batch = [*parsed.batch]
+    left = transposed(operands[0], parsed.first, parsed.batch + parsed.rows + parsed.summed)
+    right = transposed(operands[1], parsed.second, parsed.batch + parsed.summed + parsed.columns)
     product = builder.normalize(
         relax.op.matmul(
-            shaped(left, [*batch, found.rows, found.summed]),
-            shaped(right, [*batch, found.summed, found.columns]),
+            shaped(left, [*batch, parsed.rows, parsed.summed]),
+            shaped(right, [*batch, parsed.summed, parsed.columns]),
         )
     )
-    made = found.batch + found.rows + found.columns
-    if len(found.rows) > 1 or len(found.columns) > 1:
-        product = builder.normalize(relax.op.reshape(product, [size[letter] for letter in made]))
-    return turned(product, made, found.out)
+    letters_out = parsed.batch + parsed.rows + parsed.columns
+    if len(parsed.rows) > 1 or len(parsed.columns) > 1:
+        product = builder.normalize(relax.op.reshape(product, [size[letter] for letter in letters_out]))
+    return transposed(product, letters_out, parsed.out)

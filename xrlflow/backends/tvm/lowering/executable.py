@@ -28,15 +28,16 @@ def schedule_all(module: Any, machine: Machine) -> Any:
             continue
         one = package.IRModule({"main": function.with_attr(_SYMBOL, "main")})
         with answering("compile", module), heeding_interrupts():
-            done = schedule(one, machine).mod["main"]
-        updates[name] = done.without_attr(_SYMBOL).with_attr(SCHEDULED, True)
+            scheduled = schedule(one, machine).mod["main"]
+        updates[name] = scheduled.without_attr(_SYMBOL).with_attr(SCHEDULED, True)
     for name, function in updates.items():
         module.update_func(name, function)
     return module
 
 
 def _without_empty_constants(module: Any) -> Any:
-    """The module with memory in the place of constants of no elements: TVM writes those, but cannot read them."""
+    """The module in which allocated tensors replace constants without elements: TVM can write such constants, but not
+    read them."""
     from tvm import relax
 
     @relax.expr_functor.mutator
@@ -63,13 +64,13 @@ def compile_module(module: Any, machine: Machine) -> Any:
 
     target = machine.target()
     passes = relax.transform
-    # TVM's default pipeline. It has no place for a pass between its first half, which makes `sequence`, and its second.
-    prepared = [relax.backend.DispatchSampling(), relax.backend.DispatchSortScan(), passes.LegalizeOps()]
-    rest = [
+    # The two halves of TVM's default pipeline. It has no option for a pass between them, so they are listed here.
+    first_half = [relax.backend.DispatchSampling(), relax.backend.DispatchSortScan(), passes.LegalizeOps()]
+    second_half = [
         passes.StaticPlanBlockMemory(), passes.LowerAllocTensor(), passes.KillAfterLastUse(),
         passes.LowerRuntimeBuiltin(), passes.ComputePrimValue(), passes.VMShapeLower(), passes.AttachGlobalSymbol(),
     ]  # fmt: skip
     with answering("compile", module), target, package.transform.PassContext(opt_level=3):
-        module = in_place(sequence(package.transform.Sequential(prepared)(module)), machine)
+        module = in_place(sequence(package.transform.Sequential(first_half)(module)), machine)
         module = _without_empty_constants(module)
-        return package.compile(module, target, relax_pipeline=package.transform.Sequential(rest))
+        return package.compile(module, target, relax_pipeline=package.transform.Sequential(second_half))

@@ -1,4 +1,4 @@
-"""From an ONNX model to a Relax module: TVM's importer, with operators that it lacks or takes for something else."""
+"""From an ONNX model to a Relax module: TVM's importer, with operators that it lacks or misinterprets."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from xrlflow.backends.tvm.toolchain.reading import constant, known_value, sizes
 from xrlflow.onnxio import ModelError
 from xrlflow.onnxio.versions import raised
 
-# TVM's importer takes these com.microsoft operators for others, with other inputs and attributes.
-_OTHERS = frozenset({"Attention"})
+# TVM's importer takes these com.microsoft operators for ONNX's of the same name, which have other inputs and
+# attributes.
+_MISREAD = frozenset({"Attention"})
 _ENDS = object()
-"""The importer's name of our additional output."""
+"""The importer's name of the additional output (see `bounds`)."""
 
 
 class NodeRefused(BackendError):
-    """A node that TVM's importer, or our part of it, does not take. `title`: how messages name it."""
+    """A node that TVM's importer, or our part of it, refuses. `title`: its name in messages."""
 
     def __init__(self, error: BackendError, title: str, results: Sequence[str]) -> None:
         super().__init__(str(error))
@@ -46,7 +47,7 @@ class NodeRefused(BackendError):
 
 
 def unsupported(operators: Sequence[tuple[str, str]]) -> list[str]:
-    """The operators among these (domain, operator) pairs that cannot be lowered, sorted."""
+    """The operators among these pairs (domain, operator) that cannot be lowered, sorted."""
     return sorted(
         {op for domain, op in operators if domain not in ("", "ai.onnx") or op not in _converters()}
     )
@@ -57,23 +58,24 @@ def _converters() -> Mapping[str, Any]:
     tvm()
     from tvm.relax.frontend.onnx import onnx_frontend
 
-    # The importer also has an If that runs both branches, whatever they index and divide by, and prevents fusion in the
-    # whole model. So If counts as missing, like Loop and Scan.
+    # The importer also has an If, but it runs both branches, even where their indices or divisors are wrong, and it
+    # prevents fusion in the entire model. So If counts as missing, like Loop and Scan.
     table: Mapping[str, Any] = onnx_frontend._get_convert_map()
-    known = {**table, "Constant": None, **dict.fromkeys(ADDED)}
-    return {name: converter for name, converter in known.items() if name not in _OTHERS}
+    converters = {**table, "Constant": None, **dict.fromkeys(ADDED)}
+    return {name: converter for name, converter in converters.items() if name not in _MISREAD}
 
 
 @heeding_interrupts()
 def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
-    """A Relax module for an ONNX ModelProto, with weights as constants. `bounds.checks_of` gives its checks of indices.
+    """A Relax module for an ONNX ModelProto, with weights as constants. `checks.checks_of` returns its checks of
+    indices.
 
     Raises BackendError, before any work, for operators that cannot be lowered, for inputs whose dimensions are not
-    numbers (bind them with `shapes`), and for constant indices outside their tables. NodeRefused is raised for what
-    TVM's importer refuses.
+    numbers (bind them with `shapes`), and for constant indices outside their tables. NodeRefused is raised for a node
+    that TVM's importer refuses.
     """
     try:
-        model = raised(model)  # TVM's importer knows other opsets less well
+        model = raised(model)  # TVM's importer supports older opsets less well
     except ModelError as error:
         raise BackendError(f"TVM cannot lower the model: {error}") from error
     missing = unsupported([(node.domain, node.op_type) for node in model.graph.node])
@@ -85,16 +87,16 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
         value for value in model.graph.input if value.name not in constants and value.name not in bound
     ]
     check_sizes(unbound)
-    # TVM takes a size of 0 for an unknown one, unless it is told.
-    told = {v.name: [dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in unbound} | bound
-    types = types_of(model, told)
+    # TVM takes a size of 0 for an unknown one, unless the shape is given.
+    fixed = {v.name: [dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in unbound} | bound
+    types = types_of(model, fixed)
     check_types(types)
     package = tvm()
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
     # TVM prints the operands of operators that it refuses, and warns of each name with a dot.
     with answering("import"), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        importer = _importer(told, types)
+        importer = _importer(fixed, types)
         module = importer.from_onnx(model.graph, opset)
         module = with_checks(module, importer.bounds.checks)
     assert isinstance(module, package.IRModule)
@@ -120,16 +122,16 @@ def check_sizes(inputs: Iterable[Any]) -> None:
 
 
 _FOLDED = {"Max": "maximum", "Min": "minimum", "Sum": "add", "Mean": "add"}
-"""ONNX's operators of many operands, and Relax's of two."""
+"""ONNX's operators with many operands, and Relax's operators with two."""
 
 
 def _fold(builder: Any, op: str, inputs: Sequence[Any]) -> Any:
-    """One of `_FOLDED`, of two operands at a time."""
+    """One of `_FOLDED`, with two operands at a time."""
     from tvm import relax
     from tvm.ir import GenericConst
 
     two = getattr(relax.op, _FOLDED[op])
-    # The greater and the smaller of two keep NaN only in the second: constants come first.
+    # Maximum and minimum keep NaN in the second operand only. So constants come first.
     inputs = sorted(inputs, key=lambda x: not isinstance(x, GenericConst))
     folded = functools.reduce(lambda a, b: builder.normalize(two(a, b)), inputs)
     if op != "Mean":
@@ -138,7 +140,8 @@ def _fold(builder: Any, op: str, inputs: Sequence[Any]) -> Any:
 
 
 def _of_two(builder: Any, op: str, inputs: Sequence[Any], opset: int) -> Any | None:
-    """Clip, or one of `_FOLDED`, by operators of two operands. None for constants, and for computed bounds."""
+    """Clip or one of `_FOLDED`, as operators with two operands. None if all operands are constant, and for Clip with
+    computed bounds."""
     from tvm.ir import GenericConst
 
     if op in _FOLDED and not all(isinstance(x, GenericConst) for x in inputs):
@@ -151,17 +154,18 @@ def _of_two(builder: Any, op: str, inputs: Sequence[Any], opset: int) -> Any | N
 
 
 def _clip(builder: Any, result: Any, bounds: Sequence[Any]) -> Any:
-    """A tensor within its lower and its upper bound (None: no bound)."""
+    """A tensor clipped to its lower and its upper bound (None: no bound)."""
     from tvm import relax
 
     for bound, nearest in zip(bounds, (relax.op.maximum, relax.op.minimum)):
         if bound is not None:
-            result = builder.normalize(nearest(bound, result))  # NaN is kept only in the second operand
+            result = builder.normalize(nearest(bound, result))  # NaN is kept in the second operand only
     return result
 
 
 def _as_tensor(name: str, value: Any) -> Any:
-    """An output of the model. The importer computes sizes as shapes and numbers, which are tensors in ONNX.
+    """An output of the model as a tensor. The importer represents sizes as shapes and numbers, which are tensors in
+    ONNX.
 
     Raises BackendError for a size that depends on values.
     """
@@ -169,44 +173,46 @@ def _as_tensor(name: str, value: Any) -> Any:
 
     if isinstance(value.ty, relax.TensorType | relax.TupleType):
         return value
-    known = known_value(value)
-    if known is None:
+    constant_value = known_value(value)
+    if constant_value is None:
         raise BackendError(
             f"TVM cannot compile output {name}, a size that depends on values", USE_ONNXRUNTIME
         )
-    return constant(known)
+    return constant(constant_value)
 
 
-def _checked(results: Sequence[str], found: Any, types: Mapping[str, Any]) -> Any:
-    """What TVM's importer made of a node. Raises BackendError if a result has another type or size than ONNX says."""
+def _checked(results: Sequence[str], value: Any, types: Mapping[str, Any]) -> Any:
+    """The value that TVM's importer computes for a node. Raises BackendError if a result has not the type and size that
+    ONNX infers."""
     from tvm import relax
 
-    kinds = list(found.ty.fields) if isinstance(found.ty, relax.TupleType) else [found.ty]
+    kinds = list(value.ty.fields) if isinstance(value.ty, relax.TupleType) else [value.ty]
     for name, kind in zip(results, kinds):
         if name in types and isinstance(kind, relax.TensorType):
-            known = (
+            extents = (
                 list(kind.shape.values) if isinstance(kind.shape, relax.ShapeExpr) else None
             )  # else computed
-            whole = known is not None and all(hasattr(n, "value") for n in known)
-            shape = [int(n) for n in known or ()] if whole else None
-            if said := disagreement(types[name], str(kind.dtype), shape):
-                raise BackendError(f"TVM cannot import {name}: it gives {said}", USE_ONNXRUNTIME)
-    return found
+            fixed = extents is not None and all(hasattr(n, "value") for n in extents)
+            shape = [int(n) for n in extents or ()] if fixed else None
+            if difference := disagreement(types[name], str(kind.dtype), shape):
+                raise BackendError(f"TVM cannot import {name}: it gives {difference}", USE_ONNXRUNTIME)
+    return value
 
 
 def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> Any:
     from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, get_type
 
     class Importer(ONNXGraphImporter):  # type: ignore[misc]
-        """TVM's importer, but Clip, Max, Min, Sum and Mean get two operands, so that layouts pass through them (TVM
-        would stack copies of operands). Indices are moved inside their tables, and an output for checks is added."""
+        """TVM's importer with changes. Clip, Max, Min, Sum and Mean get two operands, so that layouts pass through them
+        (TVM would stack copies of operands). Indices are moved inside their tables, and an output for checks is
+        added."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             self.bounds = Bounds(self.bb)
 
         def from_onnx(self, graph: Any, opset: int) -> Any:
-            self._told = iter(nodes_of(graph))
+            self._next_nodes = iter(nodes_of(graph))
             self._outputs: list[Any] = [*graph.output]
             return super().from_onnx(
                 SimpleNamespace(
@@ -216,7 +222,7 @@ def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> 
             )
 
         def _check_for_unsupported_ops(self, graph: Any) -> None:
-            """`import_model` has checked operators, with those that only we have."""
+            """Do nothing: `import_model` has checked operators, and knows those that are added here."""
 
         def _construct_nodes(self, graph: Any) -> None:
             super()._construct_nodes(graph)
@@ -227,24 +233,24 @@ def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> 
                 self._outputs.append(_ENDS)
 
         def _convert_operator(self, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
-            node = next(self._told)
+            node = next(self._next_nodes)
             try:
                 with answering("import"):
                     return _checked(node.results, self._converted(node, op_name, inputs, attrs, opset), types)
             except BackendError as error:
                 raise NodeRefused(error, node.title, node.results) from error
 
-        def _converted(self, told: Node, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
-            inputs = type(inputs)(self.bounds.operands(told, op_name, inputs, attrs))
-            own = lowered(op_name, Imported(self.bb, told.title, inputs, attrs))
-            own = _of_two(self.bb, op_name, inputs, opset) if own is None else own
-            if own is not None:
-                return own
+        def _converted(self, node: Node, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
+            inputs = type(inputs)(self.bounds.operands(node, op_name, inputs, attrs))
+            result = lowered(op_name, Imported(self.bb, node.title, inputs, attrs))
+            result = _of_two(self.bb, op_name, inputs, opset) if result is None else result
+            if result is not None:
+                return result
             if op_name in ("AveragePool", "LpPool", "MaxPool"):
-                attrs = _pool(op_name, Imported(self.bb, told.title, inputs, attrs), attrs)
+                attrs = _pool(op_name, Imported(self.bb, node.title, inputs, attrs), attrs)
             if op_name == "Pad" and opset >= 11 and attrs.get("mode", b"constant") == b"constant":
-                given = [*inputs, None, None][:4]
-                if given[3] is None and (padded := border(*given[:3])) is not None:
+                padded_inputs = [*inputs, None, None][:4]
+                if padded_inputs[3] is None and (padded := border(*padded_inputs[:3])) is not None:
                     return self.bb.normalize(padded)
             if op_name in ("Cast", "CastLike"):
                 kind = get_type(attrs["to"]) if op_name == "Cast" else inputs[1].ty.dtype
@@ -256,8 +262,8 @@ def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> 
 
 
 def _pool(op: str, node: Imported, attrs: Any) -> Any:
-    """The attributes of a pool with its padding in numbers. Raises BackendError if ONNX Runtime counts another way (TVM
-    scales the windows of LpPool by the elements that they have within the image)."""
+    """The attributes of a pool with its padding in numbers. Raises BackendError if ONNX Runtime's windows differ from
+    ONNX's (TVM scales the windows of LpPool by the elements that they have within the image)."""
     if op == "LpPool" and attrs.get("ceil_mode", 0):
         raise node.refused("with ceil_mode")
     shape = sizes(node.inputs[0])

@@ -1,14 +1,14 @@
-"""A sequence of kernels as one function, so that they can be timed together as they run in a model."""
+"""Joins a sequence of kernels to one function, so that they can be timed together as they run in a model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from xrlflow.backends.protocol import Array, BackendError
-from xrlflow.backends.tvm.lowering.plan import COPY, Call, ExecutionPlan, Place, plan_of, sequence
+from xrlflow.backends.tvm.lowering.plan import COPY, Call, ExecutionPlan, Location, plan_of, sequence
 from xrlflow.backends.tvm.toolchain.import_tvm import from_json, tvm
 
-_OUTSIDE = (Place.INPUT, Place.CONSTANT, Place.OUTPUT)
+_OUTSIDE = (Location.INPUT, Location.CONSTANT, Location.OUTPUT)
 
 
 def joined(module: Any) -> tuple[Any, tuple[Array, ...]]:
@@ -24,8 +24,8 @@ def joined(module: Any) -> tuple[Any, tuple[Array, ...]]:
     module = sequence(module)
     plan = plan_of(module)
     _check(plan)
-    outside = [n for n, tensor in enumerate(plan.tensors) if tensor.place in _OUTSIDE]
-    outside.sort(key=lambda n: (_OUTSIDE.index(plan.tensors[n].place), plan.tensors[n].offset))
+    outside = [n for n, tensor in enumerate(plan.tensors) if tensor.location in _OUTSIDE]
+    outside.sort(key=lambda n: (_OUTSIDE.index(plan.tensors[n].location), plan.tensors[n].offset))
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({"tirx.noalias": True})
@@ -46,9 +46,11 @@ def joined(module: Any) -> tuple[Any, tuple[Array, ...]]:
 
 
 def _check(plan: ExecutionPlan) -> None:
-    """Raise BackendError if a call is none of a kernel, or reads what no call before it has written: another view of
-    it."""
-    written = {n for n, tensor in enumerate(plan.tensors) if tensor.place in (Place.INPUT, Place.CONSTANT)}
+    """Raise BackendError if a call is no call of a kernel, or if it reads a tensor that no earlier call has written (a
+    view of another tensor)."""
+    written = {
+        n for n, tensor in enumerate(plan.tensors) if tensor.location in (Location.INPUT, Location.CONSTANT)
+    }
     for call in plan.calls:
         if call.kernel == COPY or min(call.arguments) < 0 or not written.issuperset(call.arguments[:-1]):
             raise BackendError(f"{_title(call)} cannot be part of one function")
@@ -60,15 +62,15 @@ def _title(call: Call) -> str:
 
 
 def _copy(kernel: Any) -> Any:
-    """The kernel with variables of its own, which a function may define once only."""
+    """A copy of the kernel with variables of its own, since a function may define a variable only once."""
     return from_json(tvm().ir.save_json(kernel))
 
 
 def _called(kernel: Any, buffers: list[Any]) -> Any:
-    """The statement of a kernel, whose parameters are these buffers."""
+    """The statement that runs a kernel with these buffers as its parameters."""
     from tvm import ir, s_tir, tirx
 
-    whole = [tirx.BufferRegion(buffer, [ir.Range(0, n) for n in buffer.shape]) for buffer in buffers]
-    renamed = [s_tir.stmt.MatchBufferRegion(*pair) for pair in zip(kernel.params, whole)]
-    block = s_tir.SBlock([], whole[:-1], whole[-1:], "call", kernel.body, match_buffers=renamed)
+    regions = [tirx.BufferRegion(buffer, [ir.Range(0, n) for n in buffer.shape]) for buffer in buffers]
+    renamed = [s_tir.stmt.MatchBufferRegion(*pair) for pair in zip(kernel.params, regions)]
+    block = s_tir.SBlock([], regions[:-1], regions[-1:], "call", kernel.body, match_buffers=renamed)
     return s_tir.SBlockRealize([], True, block)

@@ -1,6 +1,6 @@
-"""Operators that TVM's importer takes for something else, or without some of their attributes.
+"""Operators that TVM's importer misinterprets, or whose attributes it ignores.
 
-Each is lowered here, or refused by name. What the importer does right is left to it.
+Each is lowered here, or refused by name. Operators that the importer lowers correctly are left to it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from xrlflow.backends.tvm.lowering.einsum import legal_einsum
 from xrlflow.backends.tvm.toolchain.imported import Imported
 from xrlflow.backends.tvm.toolchain.reading import constant, known_value, sizes
 
-# A size may be so far from a whole number, in pixels: it was multiplied in single precision.
+# A computed size may differ so much from an integer, in pixels: it was multiplied in single precision.
 _WHOLE = 1e-3
 
 
 def lowered(op: str, node: Imported) -> Any | None:
-    """The result of a node; None if TVM's importer is right about it, maybe after its attributes were changed here.
+    """The result of a node; None if TVM's importer lowers it correctly, maybe after its attributes were changed here.
 
-    Raises BackendError for what cannot be lowered.
+    Raises BackendError for nodes that cannot be lowered.
     """
-    return _OWN[op](node) if op in _OWN else None
+    return _LOWERED[op](node) if op in _LOWERED else None
 
 
 def _dropout(node: Imported) -> Any:
-    """The input, and a mask of True. TVM's own operator has a mask of numbers, and its change of layouts fails."""
+    """The input, and a mask of True. TVM's own operator returns a mask of numbers, and its change of layouts fails."""
     from tvm import relax
 
     x, training = node.inputs[0], node.given(2)
@@ -43,14 +43,14 @@ def _dropout(node: Imported) -> Any:
 
 
 def _batch_norm(node: Imported) -> None:
-    """TVM's importer takes a node in training mode for one with fixed statistics."""
+    """Refuse training mode: TVM's importer would use the fixed statistics."""
     if node.attributes.get("training_mode", 0) or node.results > 1:
         raise node.refused("in training mode")
 
 
 def _layer_norm(node: Imported) -> Any | None:
-    """Several axes become one, since a change of layouts would not turn scale and bias. TVM's mean and deviation are
-    constants: they are computed here."""
+    """LayerNormalization. Several axes become one, since TVM's change of layouts would not transpose scale and bias.
+    TVM's importer returns constants as mean and deviation: here they are computed."""
     from tvm import relax
 
     x, scale, bias = node.inputs[0], node.inputs[1], node.given(2)
@@ -77,7 +77,7 @@ def _layer_norm(node: Imported) -> Any | None:
 
 
 def _rms_norm(node: Imported) -> Any | None:
-    """Written out: TVM's own operator is for scales of certain shapes."""
+    """RMSNormalization as elementary operators: TVM's own operator only supports scales of certain shapes."""
     from tvm import relax
 
     rows = _Rows.of(node)
@@ -92,7 +92,8 @@ def _rms_norm(node: Imported) -> Any | None:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A tensor of `outer` rows, each of which is normalized; `along`: the dimensions that make one row."""
+    """The rows of a tensor, each of which is normalised. `outer`: the dimensions of rows; `along`: the dimensions
+    within a row."""
 
     node: Imported
     outer: tuple[int, ...]
@@ -101,7 +102,7 @@ class _Rows:
 
     @classmethod
     def of(cls, node: Imported) -> _Rows | None:
-        """The rows of a node's first operand. None if its sizes are not known."""
+        """The rows of a node's first operand; None if its sizes are unknown."""
         shape = sizes(node.inputs[0])
         if not shape:
             return None
@@ -113,13 +114,13 @@ class _Rows:
         return math.prod(self.along)
 
     def flat(self, x: Any) -> Any:
-        """The tensor with one dimension for a row."""
+        """The tensor with one dimension within a row."""
         from tvm import relax
 
         return x if len(self.along) == 1 else self.node.emit(relax.op.reshape(x, (*self.outer, self.length)))
 
     def back(self, x: Any, along: Sequence[int]) -> Any:
-        """A tensor of rows, with these dimensions for a row."""
+        """A tensor of rows with these dimensions within a row."""
         from tvm import relax
 
         return x if len(along) == 1 else self.node.emit(relax.op.reshape(x, (*self.outer, *along)))
@@ -139,7 +140,7 @@ class _Rows:
         return self.node.emit(relax.op.reshape(weight, (self.length,)))
 
     def precise(self, x: Any) -> Any:
-        """The numbers from which sums are computed."""
+        """The tensor in the precision in which sums are computed."""
         from tvm import relax
 
         return self.node.emit(relax.op.astype(x, "float32")) if str(x.ty.dtype) == "float16" else x
@@ -159,7 +160,7 @@ class _Rows:
 
 
 def _transposed_convolution(node: Imported) -> None:
-    """An output shape becomes borders: TVM's importer ignores it."""
+    """ConvTranspose: replace an output shape, which TVM's importer ignores, by borders."""
     attributes, image = node.attributes, sizes(node.inputs[0])
     if "output_shape" not in attributes:
         return
@@ -167,26 +168,27 @@ def _transposed_convolution(node: Imported) -> None:
     if image is None or kernel is None:
         raise node.refused("with an output_shape and open sizes")
     space = len(image) - 2
-    wanted = [int(n) for n in attributes.pop("output_shape")][-space:]
+    requested = [int(n) for n in attributes.pop("output_shape")][-space:]
     strides, dilations, more = (
         list(attributes.get(name, [value] * space))
         for name, value in (("strides", 1), ("dilations", 1), ("output_padding", 0))
     )
-    whole = [
+    full = [
         strides[i] * (image[2 + i] - 1) + more[i] + dilations[i] * (kernel[2 + i] - 1) + 1
         for i in range(space)
     ]
-    attributes["output_padding"] = [n + max(size - w, 0) for n, w, size in zip(more, whole, wanted)]
+    attributes["output_padding"] = [n + max(size - w, 0) for n, w, size in zip(more, full, requested)]
     if any(n >= stride for n, stride in zip(attributes["output_padding"], strides)):
         raise node.refused("with an output_shape beyond the image")
-    cropped = [max(n - size, 0) for n, size in zip(whole, wanted)]
+    cropped = [max(n - size, 0) for n, size in zip(full, requested)]
     upper = attributes.pop("auto_pad", b"NOTSET") in (b"SAME_UPPER", "SAME_UPPER")
     before = [n // 2 if upper else n - n // 2 for n in cropped]
     attributes["pads"] = [*before, *(n - b for n, b in zip(cropped, before))]
 
 
 def _resize(node: Imported) -> None:
-    """TVM computes the scale from both sizes, resizes the last dimensions only, and has no filter for shrinking."""
+    """Resize: rewrite the sizes for TVM's importer, and refuse what it would do wrong. It computes the scale from both
+    sizes, resizes the last dimensions only, and has no filter for shrinking."""
     attributes, shape = node.attributes, sizes(node.inputs[0])
     if attributes.get("antialias", 0):
         raise node.refused("with antialias")
@@ -201,34 +203,34 @@ def _resize(node: Imported) -> None:
     axes = attributes.pop("axes", None)
     if axes is not None and region is not None:
         raise node.refused("with axes and a region")
-    by = None if (scales := node.given(2)) is None else known_value(scales)
-    to = None if (wanted := node.given(3)) is None else known_value(wanted)
-    if by is not None and not by.size:  # it is left out
-        by = node.inputs[2] = None
-    if shape is None or (by is None and to is None):
+    scale = None if (scales := node.given(2)) is None else known_value(scales)
+    size = None if (requested := node.given(3)) is None else known_value(requested)
+    if scale is not None and not scale.size:  # an empty tensor stands for a missing one
+        scale = node.inputs[2] = None
+    if shape is None or (scale is None and size is None):
         raise node.refused("to a size that is not known")
-    whole = np.asarray(shape, np.int64)
-    places = range(len(shape)) if axes is None else [int(axis) % len(shape) for axis in axes]
-    if by is None:
-        assert to is not None
-        resized = whole.copy()
-        resized[list(places)] = to
+    before = np.asarray(shape, np.int64)
+    resized_axes = range(len(shape)) if axes is None else [int(axis) % len(shape) for axis in axes]
+    if scale is None:
+        assert size is not None
+        resized = before.copy()
+        resized[list(resized_axes)] = size
         node.inputs[3] = constant(resized)
     else:
         factors = np.ones(len(shape), np.float32)
-        factors[list(places)] = by
+        factors[list(resized_axes)] = scale
         node.inputs[2] = constant(factors)
-        resized = np.floor(factors * whole.astype(np.float32)).astype(np.int64)
-        exact = np.abs(factors * whole.astype(np.float64) - resized).max() < _WHOLE
+        resized = np.floor(factors * before.astype(np.float32)).astype(np.int64)
+        exact = np.abs(factors * before.astype(np.float64) - resized).max() < _WHOLE
         if not exact and mode not in (b"align_corners", "align_corners"):
             raise node.refused("by a scale that does not give whole numbers")
-    if resized[:2].tolist() != whole[:2].tolist():
+    if resized[:2].tolist() != before[:2].tolist():
         raise node.refused("of images or channels")
-    pairs = list(zip(whole[2:].tolist(), resized[2:].tolist()))
-    # TVM divides by the size less one.
+    pairs = list(zip(before[2:].tolist(), resized[2:].tolist()))
+    # TVM divides by the size minus one.
     if 1 in resized[2:] and (crops or mode in (b"align_corners", "align_corners")):
         raise node.refused("of corners to one pixel")
-    # ONNX Runtime leaves an axis that keeps its size as it is.
+    # ONNX Runtime copies along an axis that keeps its size.
     shifts = mode in (b"tf_half_pixel_for_nn", "tf_half_pixel_for_nn")
     shifts &= attributes.get("mode", b"nearest") not in (b"nearest", "nearest")
     if (crops or shifts) and any(image == result for image, result in pairs):
@@ -236,7 +238,7 @@ def _resize(node: Imported) -> None:
 
 
 def _grid_sample(node: Imported) -> None:
-    """TVM divides by the size less one."""
+    """GridSample: refuse images for which TVM divides by zero (by the size minus one)."""
     attributes, image = node.attributes, sizes(node.inputs[0])
     mirrored = attributes.get("padding_mode", b"zeros") in (b"reflection", "reflection")
     if mirrored and attributes.get("align_corners", 0) and (image is None or 1 in image[2:]):
@@ -244,7 +246,7 @@ def _grid_sample(node: Imported) -> None:
 
 
 def _is_infinite(node: Imported) -> Any | None:
-    """TVM's importer takes infinities of either sign for both."""
+    """IsInf for one sign: TVM's importer ignores the sign."""
     from tvm import relax
 
     below, above = (int(node.attributes.get(f"detect_{side}", 1)) for side in ("negative", "positive"))
@@ -257,32 +259,32 @@ def _is_infinite(node: Imported) -> Any | None:
 
 
 def _extreme(node: Imported) -> None:
-    """Of no elements TVM gives the largest finite number."""
+    """ReduceMax and ReduceMin: refuse tensors without elements, of which TVM returns the largest finite number."""
     shape = sizes(node.inputs[0])
     if shape is not None and 0 in shape:
         raise node.refused("of no elements")
 
 
 def _roi_align(node: Imported) -> None:
-    """TVM takes the greatest of interpolated pixels; ONNX takes that of weighted ones."""
+    """RoiAlign: refuse mode max. TVM takes the maximum of interpolated pixels, ONNX that of weighted ones."""
     if node.attributes.get("mode", b"avg") not in (b"avg", "avg"):
         raise node.refused("with mode max")
 
 
 def _space_to_depth(node: Imported) -> None:
-    """TVM's importer knows one order of channels."""
+    """SpaceToDepth: refuse the other order of channels, which TVM's importer ignores."""
     if node.attributes.get("mode", b"DCR") not in (b"DCR", "DCR"):
         raise node.refused("with another mode than DCR")
 
 
 def _remainder(node: Imported) -> None:
-    """TVM gives NaN where numbers are infinite, and ONNX does not."""
+    """Mod: refuse floats without fmod. TVM returns NaN for infinite numbers, and ONNX does not."""
     if not node.attributes.get("fmod", 0) and "float" in str(node.inputs[0].ty.dtype):
         raise node.refused("of floats without fmod")
 
 
 def _shift(node: Imported) -> None:
-    """Shifts by as many bits as there are, or by negative numbers, are LLVM's to define."""
+    """BitShift: refuse signed integers. LLVM leaves shifts of negative numbers, and by negative numbers, undefined."""
     if not str(node.inputs[0].ty.dtype).startswith("uint"):
         raise node.refused("of numbers with a sign")
 
@@ -296,7 +298,7 @@ def _einsum(node: Imported) -> Any | None:
 ADDED = frozenset({"Celu", "LpNormalization"})
 """Operators that TVM's importer lacks."""
 
-_OWN: Mapping[str, Callable[[Imported], Any | None]] = {
+_LOWERED: Mapping[str, Callable[[Imported], Any | None]] = {
     "BatchNormalization": _batch_norm,
     "BitShift": _shift,
     "Celu": celu,

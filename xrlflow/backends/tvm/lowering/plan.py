@@ -1,7 +1,7 @@
-"""What a compiled graph does, as a list: kernels in their order, and the place of each tensor in memory.
+"""The execution plan of a compiled graph: its kernels in their order, and where each tensor is in memory.
 
-Relax's passes bring a module of scheduled kernels into a form in which "main" only allocates tensors, calls kernels and
-names results. It is read from there. Memory is planned here: tensors whose lives do not overlap share it.
+After Relax's passes, "main" of a module of scheduled kernels only allocates tensors, calls kernels and names results.
+The plan is read from this list. Memory is planned here: tensors that are not in use at the same time share it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes
 
 ALIGNMENT = 64
-"""Bytes. Each tensor in the arena, and each constant, begins at a multiple."""
+"""Each tensor in the arena, and each constant, begins at a multiple of this number of bytes."""
 _MOST_DIMENSIONS = 64
-"""As in `native/runtime.h`."""
+"""The limit of `native/runtime.h`."""
 COPY = "xrlflow_copy"
-"""A kernel of the runtime: copies its first tensor to its second."""
+"""A kernel of the C runtime, which copies its first tensor to its second."""
 
 
-class Place(Enum):
-    """Where the elements of a tensor are. `offset` of a `Tensor` is the number of the input, output or constant, or
-    bytes in the arena."""
+class Location(Enum):
+    """Where the elements of a tensor are. For the arena, `offset` of a `Tensor` is in bytes; for the others, it is the
+    number of the input, output or constant."""
 
     INPUT = "INPUT"
     OUTPUT = "OUTPUT"
@@ -39,9 +39,9 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor or a view of one. See `Place`."""
+    """A tensor or a view of one. For `offset` see `Location`."""
 
-    place: Place
+    location: Location
     offset: int
     shape: tuple[int, ...]
     dtype: str
@@ -53,7 +53,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A kernel with its arguments: the numbers of tensors, or -1 - i for integer i of the plan."""
+    """A call of a kernel. An argument is the number of a tensor, or -1 - i for integer i of the plan."""
 
     kernel: str
     arguments: tuple[int, ...]
@@ -63,7 +63,7 @@ class Call:
 class ExecutionPlan:
     """What a region does in one run. Inputs and outputs are numbers of tensors, outputs in the order of the region.
 
-    `checked`: the tensor with the least and greatest indices, for `checks`. `arena`: its bytes.
+    `checked`: the tensor with the least and greatest indices, for `checks`. `arena`: the bytes of the arena.
     """
 
     tensors: tuple[Tensor, ...]
@@ -77,29 +77,31 @@ class ExecutionPlan:
     arena: int
 
     def kernels(self) -> frozenset[str]:
-        """The kernels that are called."""
+        """The names of all kernels that are called."""
         return frozenset(call.kernel for call in self.calls)
 
     def crossing(self) -> frozenset[str]:
-        """The kernels that read or write memory of the caller."""
-        outside = {n for n, tensor in enumerate(self.tensors) if tensor.place in (Place.INPUT, Place.OUTPUT)}
+        """The names of the kernels that read or write memory of the caller."""
+        outside = {
+            n for n, tensor in enumerate(self.tensors) if tensor.location in (Location.INPUT, Location.OUTPUT)
+        }
         return frozenset(call.kernel for call in self.calls if outside & set(call.arguments))
 
 
 def np_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's type of TVM's name. Raises BackendError for types that kernels in a library do not take."""
+    """NumPy's type for TVM's name of a type. Raises BackendError for types that kernels in a library do not support."""
     try:
-        found = np.dtype(name)
+        dtype = np.dtype(name)
     except TypeError:
-        found = None
-    if found is None or found.kind not in "iufb":  # further types may be registered, such as bfloat16
+        dtype = None
+    if dtype is None or dtype.kind not in "iufb":  # further types may be registered, such as bfloat16
         raise BackendError(f"tensors of {name} cannot be in a library of kernels")
-    return found
+    return dtype
 
 
 def sequence(module: Any) -> Any:
-    """A module of scheduled kernels with "main" as a list of allocations and calls (in TVM's terms: destination-passing
-    style)."""
+    """A module of scheduled kernels whose "main" is a list of allocations and calls (in TVM's terms:
+    destination-passing style)."""
     package = tvm()
     from tvm import relax
 
@@ -121,8 +123,8 @@ def sequence(module: Any) -> Any:
 def plan_of(module: Any) -> ExecutionPlan:
     """The plan of a module of `sequence`.
 
-    Raises BackendError for what a library of kernels does not do: functions of TVM's runtime, sizes that are not
-    numbers, and values that are no tensors.
+    Raises BackendError for modules that a library of kernels cannot have: with functions of TVM's runtime, sizes that
+    are not numbers, or values that are no tensors.
     """
     reading = _Reading(checks_of(module))
     reading.read(module["main"])
@@ -131,9 +133,10 @@ def plan_of(module: Any) -> ExecutionPlan:
 
 @dataclass(slots=True)
 class _Storage:
-    """Elements that several views may show. `value`: of a constant. `first` and `last`: the calls that use it."""
+    """The elements of a tensor, which several views may share. `number`: of the input, output or constant. `first` and
+    `last`: the calls that use it."""
 
-    place: Place
+    location: Location
     bytes: int
     number: int = -1
     first: int | None = None
@@ -155,42 +158,42 @@ class _Reading:
     storages: list[_Storage] = field(default_factory=list)
     views: list[_View] = field(default_factory=list)
     numbers: dict[_View, int] = field(default_factory=dict)
-    bound: dict[Any, Any] = field(default_factory=dict)  # by variable: a view, or a tuple of them
+    bound: dict[Any, Any] = field(default_factory=dict)  # for each variable: a view, or a tuple of views
     calls: list[Call] = field(default_factory=list)
     integers: list[int] = field(default_factory=list)
     constants: list[Array] = field(default_factory=list)
-    known: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
+    constant_storages: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     checked: int | None = None
 
     def read(self, main: Any) -> None:
         for number, parameter in enumerate(main.params):
-            view = self._tensor(parameter, Place.INPUT, number)
+            view = self._tensor(parameter, Location.INPUT, number)
             self.bound[parameter] = view
             self.inputs.append(self._number(view))
         for block in main.body.blocks:
             for binding in block.bindings:
                 self.bound[binding.var] = self._value(binding.value, binding.var)
         result = self._value(main.body.body, None)
-        views = [self._shown(part) for part in (result if isinstance(result, tuple) else (result,))]
+        views = [self._output_view(part) for part in (result if isinstance(result, tuple) else (result,))]
         if self.checks:
-            self._used(ends := views.pop())
+            self._note_use(ends := views.pop())
             self.checked = self._number(ends)
         self.outputs = [self._output(view, number) for number, view in enumerate(views)]
 
-    def _tensor(self, expression: Any, place: Place, number: int = -1) -> _View:
+    def _tensor(self, expression: Any, location: Location, number: int = -1) -> _View:
         """A new tensor of an expression's type."""
         shape = sizes(expression)
         if shape is None:
             raise BackendError("a library of kernels has tensors of fixed sizes only")
-        return self._new(place, shape, str(expression.ty.dtype), number)
+        return self._new(location, shape, str(expression.ty.dtype), number)
 
-    def _new(self, place: Place, shape: tuple[int, ...], dtype: str, number: int = -1) -> _View:
+    def _new(self, location: Location, shape: tuple[int, ...], dtype: str, number: int = -1) -> _View:
         if len(shape) > _MOST_DIMENSIONS:
             raise BackendError(f"a tensor of {len(shape)} dimensions cannot be in a library of kernels")
         size = math.prod(shape) * np_dtype(dtype).itemsize
-        self.storages.append(_Storage(place, size, number))
+        self.storages.append(_Storage(location, size, number))
         return _View(len(self.storages) - 1, shape, dtype)
 
     def _number(self, view: _View) -> int:
@@ -200,7 +203,7 @@ class _Reading:
         return self.numbers[view]
 
     def _value(self, value: Any, variable: Any) -> Any:
-        """The tensor, or the tensors, of an expression. A call of a kernel is added to the plan and gives nothing."""
+        """The tensor, or the tensors, of an expression. The call of a kernel is added to the plan, and has no value."""
         from tvm import relax
         from tvm.ir import GenericConst, GlobalVar
 
@@ -215,7 +218,7 @@ class _Reading:
         if isinstance(value, relax.ShapeExpr):
             return value
         if operator(value) == "relax.builtin.alloc_tensor":
-            return self._tensor(variable, Place.ARENA)
+            return self._tensor(variable, Location.ARENA)
         if operator(value) == "relax.reshape":
             view, shape = self._value(value.args[0], None), sizes(variable)
             if shape is not None and isinstance(view, _View):
@@ -224,8 +227,8 @@ class _Reading:
             return self._call(value.op.name_hint, value.args)
         raise BackendError(f"{_title(value)} needs TVM's runtime")
 
-    def _shown(self, value: Any) -> _View:
-        """An output as a tensor. A shape is one in ONNX."""
+    def _output_view(self, value: Any) -> _View:
+        """An output as a tensor. A shape is a tensor in ONNX."""
         from tvm import relax, tirx
 
         if isinstance(value, relax.ShapeExpr) and all(isinstance(n, tirx.IntImm) for n in value.values):
@@ -236,41 +239,42 @@ class _Reading:
 
     def _constant(self, array: Array) -> _View:
         key = (str(array.dtype), array.shape, array.tobytes())
-        if key not in self.known:
-            view = self._new(Place.CONSTANT, tuple(array.shape), str(array.dtype), len(self.constants))
-            self.known[key] = view.storage
+        if key not in self.constant_storages:
+            view = self._new(Location.CONSTANT, tuple(array.shape), str(array.dtype), len(self.constants))
+            self.constant_storages[key] = view.storage
             self.constants.append(np.ascontiguousarray(array))
-        return _View(self.known[key], tuple(array.shape), str(array.dtype))
+        return _View(self.constant_storages[key], tuple(array.shape), str(array.dtype))
 
     def _call(self, kernel: str, arguments: Sequence[Any]) -> None:
         from tvm import tirx
 
-        given: list[int] = []
+        numbers: list[int] = []
         for argument in arguments:
             if isinstance(argument, tirx.IntImm):
                 self.integers.append(int(argument))
-                given.append(-len(self.integers))
+                numbers.append(-len(self.integers))
                 continue
             view = self._value(argument, None)
             if not isinstance(view, _View):
                 raise BackendError(f"kernel {kernel} takes what is not a tensor")
-            self._used(view)
-            given.append(self._number(view))
-        self.calls.append(Call(kernel, tuple(given)))
+            self._note_use(view)
+            numbers.append(self._number(view))
+        self.calls.append(Call(kernel, tuple(numbers)))
 
-    def _used(self, view: _View) -> None:
+    def _note_use(self, view: _View) -> None:
         storage, now = self.storages[view.storage], len(self.calls)
         storage.first = now if storage.first is None else storage.first
         storage.last = now
 
     def _output(self, view: _View, number: int) -> int:
-        """The tensor of an output, in the caller's memory: what a kernel computes for it alone, or a copy."""
+        """The tensor of an output in the caller's memory. If a kernel computes it only for this output, the kernel
+        writes it there; otherwise it is copied."""
         storage = self.storages[view.storage]
-        if storage.place is Place.ARENA and self._number(view) != self.checked:
-            storage.place, storage.number = Place.OUTPUT, number
+        if storage.location is Location.ARENA and self._number(view) != self.checked:
+            storage.location, storage.number = Location.OUTPUT, number
             return self._number(view)
-        copied = self._new(Place.OUTPUT, view.shape, view.dtype, number)
-        self._used(view)
+        copied = self._new(Location.OUTPUT, view.shape, view.dtype, number)
+        self._note_use(view)
         self.calls.append(Call(COPY, (self._number(view), self._number(copied))))
         return self._number(copied)
 
@@ -279,14 +283,14 @@ class _Reading:
             {
                 number: Life(storage.bytes, storage.first, storage.last)
                 for number, storage in enumerate(self.storages)
-                if storage.place is Place.ARENA and storage.first is not None
+                if storage.location is Location.ARENA and storage.first is not None
             }
         )
         tensors = []
         for view in self.views:
             storage = self.storages[view.storage]
-            offset = offsets[view.storage] if storage.place is Place.ARENA else storage.number
-            tensors.append(Tensor(storage.place, offset, view.shape, view.dtype))
+            offset = offsets[view.storage] if storage.location is Location.ARENA else storage.number
+            tensors.append(Tensor(storage.location, offset, view.shape, view.dtype))
         return ExecutionPlan(
             tuple(tensors), tuple(self.calls), tuple(self.integers), tuple(self.constants), tuple(self.inputs),
             tuple(self.outputs), self.checks, self.checked, arena,
@@ -305,8 +309,8 @@ class Life:
 def arranged(lives: Mapping[int, Life]) -> tuple[dict[int, int], int]:
     """The offset of each tensor in one block of memory, and the size of the block, in bytes.
 
-    Tensors that are in use at one time do not overlap. The largest are placed first, each as low as it fits (Pisarchyk
-    and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference": greedy by size).
+    Tensors that are in use at the same time do not overlap. The largest are placed first, each at the lowest offset
+    where it fits (Pisarchyk and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference": greedy by size).
     """
     placed: list[tuple[int, int, Life]] = []
     offsets: dict[int, int] = {}
@@ -326,7 +330,7 @@ def arranged(lives: Mapping[int, Life]) -> tuple[dict[int, int], int]:
 
 
 def _title(value: Any) -> str:
-    """How a message names an expression: by the operator or the function that it calls."""
+    """The name of an expression in messages: the operator or the function that it calls."""
     name = operator(value)
     if name.startswith("relax.call_") and value.args:
         name = str(getattr(value.args[0], "global_symbol", name))

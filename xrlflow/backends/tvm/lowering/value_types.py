@@ -10,22 +10,22 @@ from onnx import ModelProto, TypeProto
 from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
 from xrlflow.onnxio.inference import infer_shapes
 
-# Of which TVM computes something. Casts to and from others give other numbers than ONNX's, or end in its checks.
-_KNOWN = frozenset(
+# Types of elements on which TVM computes. Casts to and from other types return other numbers than ONNX's, or fail.
+_SUPPORTED = frozenset(
     onnx.TensorProto.DataType.Value(name)
     for name in (
         "FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16",
         "UINT32", "UINT64", "UNDEFINED",
     )
 )  # fmt: skip
-# Initialisers of more elements are not read to infer sizes.
+# Initialisers with more elements are not read to infer sizes.
 _SMALL = 1024
 
 
 def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str, TypeProto]:
     """The types of all values of a model whose inputs have these sizes, as far as ONNX infers them.
 
-    It says nothing of sizes behind a pool with ceil_mode: ONNX counts a window that begins in the padding, runtimes and
+    Results of pools with ceil_mode have no sizes: ONNX counts a window that begins in the padding, while runtimes and
     the specification do not.
     """
     light = ModelProto(ir_version=model.ir_version)
@@ -42,13 +42,13 @@ def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str,
             del shape.dim[:]
             for size in sizes[value.name]:
                 shape.dim.add(dim_value=size)
-    for value in graph.output:  # what the file says may be of other sizes
+    for value in graph.output:  # the file may declare other sizes
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.ClearField("shape")
-    known = {}
+    types = {}
     for tensor in model.graph.initializer:
         kind = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
-        known[tensor.name] = kind
+        types[tensor.name] = kind
         if len(tensor.dims) <= 1 and (not tensor.dims or tensor.dims[0] <= _SMALL):
             graph.initializer.append(tensor)
         else:
@@ -59,14 +59,14 @@ def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str,
         for node in pools:
             graph.node.remove(node)
             for name in filter(None, node.output):
-                made = first.get(name)
-                if made is not None:
-                    kind = onnx.helper.make_tensor_type_proto(made.tensor_type.elem_type, None)
-                    known[name] = kind
+                inferred_type = first.get(name)
+                if inferred_type is not None:
+                    kind = onnx.helper.make_tensor_type_proto(inferred_type.tensor_type.elem_type, None)
+                    types[name] = kind
                     graph.input.add(name=name, type=kind)
     inferred = infer_shapes(light, data_prop=True).graph
-    known.update((value.name, value.type) for value in _values(inferred))
-    return known
+    types.update((value.name, value.type) for value in _values(inferred))
+    return types
 
 
 def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
@@ -74,21 +74,22 @@ def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
 
 
 def check_types(types: Mapping[str, TypeProto]) -> None:
-    """Raise BackendError for a tensor of elements that TVM does not compute."""
+    """Raise BackendError for a tensor whose elements have a type on which TVM does not compute."""
     for name, kind in types.items():
-        if kind.HasField("tensor_type") and kind.tensor_type.elem_type not in _KNOWN:
-            said = onnx.TensorProto.DataType.Name(kind.tensor_type.elem_type)
-            raise BackendError(f"TVM cannot lower {name}, a tensor of {said}", USE_ONNXRUNTIME)
+        if kind.HasField("tensor_type") and kind.tensor_type.elem_type not in _SUPPORTED:
+            element = onnx.TensorProto.DataType.Name(kind.tensor_type.elem_type)
+            raise BackendError(f"TVM cannot lower {name}, a tensor of {element}", USE_ONNXRUNTIME)
 
 
 def disagreement(kind: TypeProto, dtype: str, shape: Sequence[int] | None) -> str | None:
-    """How a tensor of this type and shape (None: not known) differs from what a value's type says."""
+    """How a tensor of this type and shape (None: unknown) differs from the declared type `kind`; None if it does
+    not."""
     tensor = kind.tensor_type
     if not kind.HasField("tensor_type") or not tensor.elem_type:
         return None
-    said = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-    if dtype != said:
-        return f"{dtype} in the place of {said}"
+    declared = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    if dtype != declared:
+        return f"{dtype} in the place of {declared}"
     dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
     if not tensor.HasField("shape") or shape is None:
         return None

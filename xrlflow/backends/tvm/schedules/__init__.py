@@ -1,7 +1,7 @@
-"""How a primitive function runs on a processor without tuning: the schedules of expert kernels.
+"""The schedules of primitive functions on a processor, without tuning. They follow the methods of expert kernels.
 
-Every function from Relax's fusion has one anchor, the block that does the work, with injective blocks before it
-(padding) and after it (bias, activation, residual). `dispatch` finds its scheduler, by the anchor:
+Every function from Relax's fusion has at most one anchor, the block that does the work, with injective blocks before it
+(padding) and after it (bias, activation, residual). `dispatch` chooses the scheduler by the anchor:
 
 - `contraction` (MatMul, Conv in NHWC, batched or not): register-blocked. A tile of mr x nr accumulators stays in vector
   registers through the reduction, or a chunk of a long one; each step loads nr values of the packed operand as vectors
@@ -16,6 +16,6 @@ Every function from Relax's fusion has one anchor, the block that does the work,
 - `rows`, a row reduction (softmax, normalisation, mean): rows in parallel, each with vectors of partial results.
 - `injective`, no anchor: everything is inlined into the last block, which runs in parallel and in vectors.
 
-The choices for a contraction (see `ratings`) are made by a heuristic if a model was not tuned, and are among those of
-the tuners (see `kernels.layer_kernels`). `blocks` has what all schedulers read of a function.
+Without tuning, a heuristic chooses the tile of a contraction (see `ratings`). Tuners choose among the same tiles (see
+`kernels.layer_kernels`). `blocks` has what all schedulers need.
 """

@@ -1,4 +1,4 @@
-"""What all schedulers read of a function's blocks, and do to those around the anchor."""
+"""Functions that all schedulers share: they read a function's blocks, and inline those around the anchor."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from xrlflow.backends.tvm.schedules.ratings import Tile
 
-# The tile is on a thread's stack; LLVM turns it into registers.
+# The scope of a tile: a thread's stack. LLVM turns it into registers.
 LOCAL = "local"
 _UNROLLED = 64
-# The number of vectors of results, in a reduction across memory.
+# The number of vectors of results at a time, in a reduction across memory.
 ABREAST = 4
-# Functions with fewer operations run in one thread: waking another one takes some microseconds.
+# Functions with fewer operations run in one thread: waking another thread takes some microseconds.
 WORTH_A_THREAD = 30_000
 
 
@@ -23,12 +23,12 @@ def blocks_of(sch: Any) -> list[Any]:
 
 
 def name_of(sch: Any, block: Any) -> str:
-    """The name of a block, which identifies it: two handles of one block are not equal."""
+    """The name of a block. It identifies the block, since two handles of one block are not equal."""
     return str(sch.get(block).name_hint)
 
 
 def inline_scalars(sch: Any) -> None:
-    """Inline blocks that only compute scalars, for `can_have_partial_sums`."""
+    """Inline blocks that only compute scalars, so that `can_have_partial_sums` may be true."""
     outputs = outputs_of(sch)
     for block in blocks_of(sch):
         if not list(sch.get_loops(block)) and name_of(sch, block) not in outputs:
@@ -36,10 +36,8 @@ def inline_scalars(sch: Any) -> None:
 
 
 def can_have_partial_sums(sch: Any) -> bool:
-    """Whether rfactor works:
-
-    TVM fails with an internal error if there is a block without loops next to the split one.
-    """
+    """Whether TVM's rfactor works: it fails with an internal error if there is a block without loops next to the split
+    one."""
     return all(list(sch.get_loops(block)) for block in blocks_of(sch))
 
 
@@ -86,33 +84,34 @@ def inline_copies(sch: Any, block: Any) -> None:
 
 
 def inline_epilogue(sch: Any, block: Any) -> tuple[Any | None, list[Any]]:
-    """Inline the blocks after the anchor. Returns the block that runs on each tile (or None), and the later blocks.
+    """Inline the blocks after the anchor. Returns the block that runs on each tile (or None), and the blocks that run
+    later.
 
     Blocks with as many elements as the anchor are inlined into the last of them. A block that broadcasts the result to
-    more elements (the gate of a squeeze-and-excitation block) would repeat the work, so it runs afterwards. Operands of
-    the last block that do not depend on the anchor (a mask, a slice of another tensor) are inlined, too: TVM moves
-    a block under the anchor's loops only with everything that it reads.
+    more elements (the gate of a squeeze-and-excitation block) would repeat the work, so it runs later. Operands of the
+    last block that do not depend on the anchor (a mask, a slice of another tensor) are inlined, too: TVM moves a block
+    under the anchor's loops only together with everything that it reads.
     """
     anchor = name_of(sch, block)
     outputs = outputs_of(sch)
-    elements = elements_kept(sch, block)
+    elements = elements_used(sch, block)
     behind = [b for b in blocks_of(sch) if name_of(sch, b) != anchor and _behind(sch, anchor, b)]
     alike = [b for b in behind if elements_of(sch, b) == elements and not _spreads(sch, anchor, b, elements)]
-    kept = name_of(sch, alike[-1]) if alike else None
-    later = [b for b in behind if name_of(sch, b) in outputs and name_of(sch, b) != kept]
-    beside = [
+    last = name_of(sch, alike[-1]) if alike else None
+    later = [b for b in behind if name_of(sch, b) in outputs and name_of(sch, b) != last]
+    independent = [
         b
         for b in blocks_of(sch)
-        if kept is not None
+        if last is not None
         and name_of(sch, b) not in outputs | {anchor}
         and _behind(sch, name_of(sch, b), alike[-1])
         and not _behind(sch, anchor, b)
         and not _behind(sch, name_of(sch, b), block)
     ]
-    for other in beside:
+    for other in independent:
         sch.compute_inline(other)
     for middle in behind:
-        if name_of(sch, middle) not in outputs | {kept}:
+        if name_of(sch, middle) not in outputs | {last}:
             sch.compute_inline(middle)
     return (alike[-1] if alike else None), later
 
@@ -122,8 +121,8 @@ def elements_of(sch: Any, block: Any) -> int:
     return math.prod(extent_of(v) or 1 for v in node.iter_vars if int(v.iter_type) == 0)
 
 
-def elements_kept(sch: Any, block: Any) -> int:
-    """How many elements of a block's result are used: fewer than all if its only reader is a block that crops it."""
+def elements_used(sch: Any, block: Any) -> int:
+    """The number of a block's results that are used: fewer than all if its only consumer crops them."""
     from tvm.ir.expr import TensorLoad
 
     consumers = list(sch.get_consumers(block))
@@ -170,7 +169,7 @@ def unroll(sch: Any, reductions: Sequence[Any]) -> None:
 
 
 def vectorize_tile(sch: Any, final: Any, tile: Tile, outside: int) -> None:
-    """Copy a tile out: unroll the loops inside the `outside` outermost ones, and vectorise the last loop."""
+    """Write a tile to memory: unroll the loops inside the `outside` outermost ones, and vectorise the last loop."""
     inside = sch.get_loops(final)[outside:]
     vectors, lane = sch.split(inside[-1], [None, tile.lanes])
     sch.vectorize(lane)

@@ -10,8 +10,8 @@ from typing import Any
 from xrlflow.backends.tvm.schedules.blocks import (
     LOCAL,
     WORTH_A_THREAD,
-    elements_kept,
     elements_of,
+    elements_used,
     extent_of,
     extents_of,
     index_map,
@@ -27,7 +27,8 @@ from xrlflow.backends.tvm.schedules.injective import parallel_vectors
 from xrlflow.backends.tvm.schedules.ratings import Grid, Tile, TileBlocking, tile_of
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# Marks the packing of a constant: SplitLayoutRewritePreproc makes it a function, which constant folding runs.
+# The annotation of a block that packs a constant: SplitLayoutRewritePreproc makes it a function, which constant folding
+# runs.
 _PACKING = "meta_schedule.layout_rewrite_preproc"
 # Groups with fewer columns are not treated as contractions.
 _NARROWEST = 4
@@ -54,12 +55,13 @@ def only_contraction(sch: Any, anchors: Sequence[Any]) -> tuple[Any, Contraction
     if len(anchors) != 1:
         return None
     _split_groups(sch, anchors[0])
-    found = _contraction(sch, anchors[0])
-    return None if found is None else (anchors[0], found)
+    contraction = _contraction(sch, anchors[0])
+    return None if contraction is None else (anchors[0], contraction)
 
 
 def _contraction(sch: Any, block: Any) -> Contraction | None:
-    """C[.., n] += A[.., k] * B[k.., n]; None for another reduction, or one with unknown extents."""
+    """The contraction C[.., n] += A[.., k] * B[k.., n] of a block; None for other reductions, and for unknown
+    extents."""
     from tvm import sym, tirx
     from tvm.ir.expr import TensorLoad
 
@@ -81,16 +83,16 @@ def _contraction(sch: Any, block: Any) -> Contraction | None:
     indices = [analyzer.simplify(i) for i in node.body.indices]
     read = [[analyzer.simplify(i) for i in f.indices] for f in factors]
 
-    def place(expression: Any) -> int | None:
+    def position(expression: Any) -> int | None:
         return next((i for i, v in enumerate(variables) if v.var.same_as(expression)), None)
 
-    places = [place(index) for index in indices]
-    if not places or places[-1] is None:
+    positions = [position(index) for index in indices]
+    if not positions or positions[-1] is None:
         return None
-    column = places[-1]
+    column = positions[-1]
     with_column = [uses(r, variables[column].var) for r in read]
     reductions = tuple(i for i, v in enumerate(variables) if int(v.iter_type) == 2)
-    spatial = [p for p in places[:-1] if p is not None]
+    spatial = [p for p in positions[:-1] if p is not None]
     if all(with_column):
         rows = tuple(p for p in spatial if sum(uses(r, variables[p].var) for r in read) == 1)
         last = [r[-1] for r in read]
@@ -105,7 +107,7 @@ def _contraction(sch: Any, block: Any) -> Contraction | None:
     weights, other = with_column.index(True), with_column.index(False)
     first = [analyzer.simplify(read[weights][-1] - variables[column].var)]
     if any(uses(first, variables[i].var) for i in (column, *reductions)):
-        return None  # neighbours are not adjacent in memory, or move with the reduction
+        return None  # neighbouring columns are not adjacent in memory, or depend on the reduction
     rows = tuple(
         p
         for p in spatial
@@ -117,10 +119,9 @@ def _contraction(sch: Any, block: Any) -> Contraction | None:
 
 
 def _split_groups(sch: Any, block: Any) -> None:
-    """C[.., n] += A[.., n // m * k + r] * W[.., r, n], a grouped convolution, becomes a batch of contractions:
-    C[.., g, n] += A[.., g * k + r] * W[.., r, g * m + n]. Anything else stays as it is, also groups of few columns, and
-    sums of one term, of which nothing would be left to sum.
-    """
+    """Rewrite a grouped convolution as a batch of contractions: C[.., n] += A[.., n // m * k + r] * W[.., r, n] becomes
+    C[.., g, n] += A[.., g * k + r] * W[.., r, g * m + n]. Other blocks do not change, nor do groups of few columns, and
+    sums of one term, in which nothing would remain to be summed."""
     from tvm import sym, tirx
     from tvm.ir.expr import TensorLoad
 
@@ -164,18 +165,19 @@ def _split_groups(sch: Any, block: Any) -> None:
 
     if name_of(sch, block) in outputs_of(sch):
         sch.cache_write(block, 0, "global")
-    # In this order. The other one leaves indices (g * m + n) // m, which compute_at cannot handle.
-    whole, parts = index_map(split, len(outputs), sch, block), index_map(split, len(variables), sch, block)
+    # The order matters: the other one leaves indices (g * m + n) // m, which compute_at cannot handle.
+    result, parts = index_map(split, len(outputs), sch, block), index_map(split, len(variables), sch, block)
     sch.transform_block_layout(block, parts)
-    sch.transform_layout(block, ("write", 0), whole)
+    sch.transform_layout(block, ("write", 0), result)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A contraction whose function has been prepared: the blocks around it, and how its output can be tiled.
+    """A contraction whose function has been prepared: the blocks before and after it, and how its output can be tiled.
 
-    `flat`: the rows are one dimension, or can be made one; `row` is the tiled one. Constant weights are packed before
-    and not padded here (see `padding`). `cropped`: the result has fewer columns.
+    `flat`: the rows are one dimension, or can be made one. `row`: the dimension that is tiled. `cropped`: the result
+    has fewer columns than the contraction computes. Constant weights have been padded before (see `fusion.padding`), so
+    they are not padded here.
     """
 
     before: tuple[Any, ...]
@@ -195,123 +197,125 @@ class Prepared:
         return TileBlocking(tile, self.columns_first)
 
 
-def prepare(sch: Any, block: Any, found: Contraction) -> Prepared:
-    """Inline everything possible around a contraction, and analyse what is left."""
+def prepare(sch: Any, block: Any, contraction: Contraction) -> Prepared:
+    """Inline everything possible around a contraction, and analyse the remaining blocks."""
     inline_copies(sch, block)
-    if found.weights is None:
-        # A condition for each vector costs less than a padded copy in memory, which is read as often as it is computed.
+    if contraction.weights is None:
+        # A condition for each vector costs less than a padded copy in memory, which would be read only as often as it
+        # is written.
         for producer in sch.get_producers(block):
             sch.compute_inline(producer)
     before = tuple(sch.get_producers(block))
-    cropped = elements_kept(sch, block) < elements_of(sch, block)
+    cropped = elements_used(sch, block) < elements_of(sch, block)
     final, later = inline_epilogue(sch, block)
     extents = extents_of(sch, block)
-    count = math.prod(extents[p] for p in found.rows)
+    count = math.prod(extents[p] for p in contraction.rows)
     flat = (
-        all(extents[r] == 1 for r in found.reductions[:-1])
-        and [*found.rows, found.column] == list(range(len(found.rows) + 1))
-        and _flat_rows(sch, block, found)
-        and (not cropped or _keeps_rows(sch, final, extents, found))
+        all(extents[r] == 1 for r in contraction.reductions[:-1])
+        and [*contraction.rows, contraction.column] == list(range(len(contraction.rows) + 1))
+        and _flat_rows(sch, block, contraction)
+        and (not cropped or _keeps_rows(sch, final, extents, contraction))
     )
     # An image that is one pixel wide has rows of its height.
-    innermost = next((p for p in reversed(found.rows) if extents[p] > 1), found.rows[-1])
-    row = max(found.rows, key=lambda p: (extents[p], p)) if flat else innermost
-    product = found.weights is not None and not before and _is_product(sch, block)
-    constant = found.weights is not None and _is_constant(sch, block, found.weights)
-    reduction = math.prod(extents[r] for r in found.reductions)
-    row_stride = 4 * extents[found.reductions[-1]]
-    column = extents[found.column]
+    innermost = next((p for p in reversed(contraction.rows) if extents[p] > 1), contraction.rows[-1])
+    row = max(contraction.rows, key=lambda p: (extents[p], p)) if flat else innermost
+    product = contraction.weights is not None and not before and _is_product(sch, block)
+    constant = contraction.weights is not None and _is_constant(sch, block, contraction.weights)
+    reduction = math.prod(extents[r] for r in contraction.reductions)
+    row_stride = 4 * extents[contraction.reductions[-1]]
+    column = extents[contraction.column]
     padded = product and count == extents[row]
     grid = Grid(
         count if flat else extents[row], column, row_stride, reduction, padded, padded and not constant,
-        found.weights is None,
+        contraction.weights is None,
     )  # fmt: skip
-    # The larger operand is read once: what it does not depend on goes inside.
-    columns_first = found.weights is not None and 4 * reduction * column > row_stride * count
+    # The larger operand is read once: the dimension on which it does not depend becomes the inner loop.
+    columns_first = contraction.weights is not None and 4 * reduction * column > row_stride * count
     return Prepared(before, final, tuple(later), flat, row, grid, columns_first, cropped)
 
 
 def schedule_contraction(
     sch: Any,
     block: Any,
-    found: Contraction,
+    contraction: Contraction,
     workload: Prepared,
     machine: Machine,
     choice: TileBlocking | None,
 ) -> None:
-    chosen = choice if choice is not None else workload.heuristic(machine)
-    tile = chosen.tile
-    laid = _lay_out(sch, block, found, workload, tile)
-    found, final, cropped = laid.found, laid.final, laid.cropped
-    nest = _tile(sch, block, found, workload.row, chosen)
+    blocking = choice if choice is not None else workload.heuristic(machine)
+    tile = blocking.tile
+    layout = _lay_out(sch, block, contraction, workload, tile)
+    contraction, final, cropped = layout.contraction, layout.final, layout.cropped
+    nest = _tile(sch, block, contraction, workload.row, blocking)
     if final is None:
         final = sch.cache_write(block, 0, LOCAL)
     else:
         sch.set_scope(block, 0, LOCAL)
     sch.reverse_compute_at(final, nest.innermost, preserve_unit_loops=True)
     partial, reductions = nest.partial, nest.reductions
-    steps = None if partial is None else _accumulate(sch, partial, reductions[-1], found.column, tile)
+    steps = None if partial is None else _accumulate(sch, partial, reductions[-1], contraction.column, tile)
     vectors, lane = sch.split(nest.inner_column, [None, tile.lanes])
     sch.vectorize(lane)
     sch.unroll(vectors)
     sch.unroll(nest.inner_row)
-    if found.weights is None:
+    if contraction.weights is None:
         unroll(sch, reductions)
     outside = nest.outside
     vectorize_tile(sch, final, tile, outside)
     if cropped is not None:
         sch.reverse_compute_at(cropped, nest.innermost, preserve_unit_loops=True)
         vectorize_tile(sch, cropped, tile, outside)
-    if 2 * math.prod(laid.extents) >= WORTH_A_THREAD:
+    if 2 * math.prod(layout.extents) >= WORTH_A_THREAD:
         sch.parallel(nest.outer)
     _start_at_zero(sch, block, reductions[0], outside)
     if partial is not None:
         _start_at_zero(sch, partial, steps, outside + 1)
-    for other in (*laid.before, *workload.later):
+    for other in (*layout.before, *workload.later):
         parallel_vectors(sch, other, machine)
 
 
 @dataclass(frozen=True, slots=True)
-class _Laid:
+class _Layout:
     """A contraction whose operands and result are laid out for tiles.
 
-    Blocks `before` the contraction run first. The `final` block takes the tiles out of the registers (None: not made
+    The blocks `before` run before the contraction. The block `final` writes the tiles to memory (None: there is none
     yet). The block `cropped` removes the padding. `extents`: the contraction's loop extents.
     """
 
-    found: Contraction
+    contraction: Contraction
     before: tuple[Any, ...]
     final: Any | None
     cropped: Any | None
     extents: Sequence[int]
 
 
-def _lay_out(sch: Any, block: Any, found: Contraction, workload: Prepared, tile: Tile) -> _Laid:
+def _lay_out(sch: Any, block: Any, contraction: Contraction, workload: Prepared, tile: Tile) -> _Layout:
     """Pad the dimensions that tiles do not divide, pack constant weights, and make the rows one dimension."""
     row, final, before = workload.row, workload.final, workload.before
     extents = extents_of(sch, block)
     cropped = None
     if workload.grid.rows % tile.rows or workload.grid.columns % tile.columns:
         cropped = final if final is not None else sch.cache_write(block, 0, "global")
-        before = tuple(_pad(sch, block, found, row, tile))
+        before = tuple(_pad(sch, block, contraction, row, tile))
         extents = extents_of(sch, block)
         final = None
     elif workload.cropped:
         cropped, final = final, None
-    # Tiles leave uncropped: LLVM keeps accumulators in registers only if no condition guards the copy out of them.
-    if found.weights is not None and _is_constant(sch, block, found.weights):
-        _pack(sch, block, found.weights, tile.columns)
-    if workload.flat and math.prod(extents[p] for p in found.rows) > extents[row]:
+    # Tiles are written with their padding: LLVM keeps accumulators in registers only if no condition guards their copy.
+    if contraction.weights is not None and _is_constant(sch, block, contraction.weights):
+        _pack(sch, block, contraction.weights, tile.columns)
+    if workload.flat and math.prod(extents[p] for p in contraction.rows) > extents[row]:
         if final is None and cropped is None:
             final = sch.cache_write(block, 0, "global")
-        found = _flatten(sch, block, final if cropped is None else cropped, found)
+        contraction = _flatten(sch, block, final if cropped is None else cropped, contraction)
         extents = extents_of(sch, block)
-    return _Laid(found, before, final, cropped, extents)
+    return _Layout(contraction, before, final, cropped, extents)
 
 
 @dataclass(frozen=True, slots=True)
 class _Nest:
-    """The tiled loops of a contraction: `outer` runs over tiles, `walk` over the tiles of one thread (at most a loop).
+    """The tiled loops of a contraction. `outer` runs over tiles, `walk` (at most one loop) over the tiles of one
+    thread.
 
     The reductions, and the rows and columns of a tile, are inside. `partial`: the block that sums one chunk.
     """
@@ -334,20 +338,24 @@ class _Nest:
         return 1 + len(self.walk)
 
 
-def _tile(sch: Any, block: Any, found: Contraction, row: int, chosen: TileBlocking) -> _Nest:
+def _tile(sch: Any, block: Any, contraction: Contraction, row: int, blocking: TileBlocking) -> _Nest:
     """Split the loops of a contraction into tiles, and a long reduction into chunks."""
     loops = sch.get_loops(block)
-    rows = [loops[p] for p in found.rows]
-    batch = [loops[i] for i in range(len(loops)) if i not in (*found.rows, found.column, *found.reductions)]
-    reductions = [loops[r] for r in found.reductions]
-    (tiled,) = [loop for loop, p in zip(rows, found.rows) if p == row or len(rows) == 1]
+    rows = [loops[p] for p in contraction.rows]
+    batch = [
+        loops[i]
+        for i in range(len(loops))
+        if i not in (*contraction.rows, contraction.column, *contraction.reductions)
+    ]
+    reductions = [loops[r] for r in contraction.reductions]
+    (tiled,) = [loop for loop, p in zip(rows, contraction.rows) if p == row or len(rows) == 1]
     rows = [loop for loop in rows if loop is not tiled] + [tiled]
-    outer_row, inner_row = sch.split(rows[-1], [None, chosen.tile.rows])
-    outer_column, inner_column = sch.split(loops[found.column], [None, chosen.tile.columns])
-    channelwise = found.weights is None
+    outer_row, inner_row = sch.split(rows[-1], [None, blocking.tile.rows])
+    outer_column, inner_column = sch.split(loops[contraction.column], [None, blocking.tile.columns])
+    channelwise = contraction.weights is None
     walk = [outer_row] if channelwise else []  # a loop of its own within one thread
     across = [*rows[:-1]] if channelwise else [*rows[:-1], outer_row]
-    tiles = [outer_column, *across] if chosen.columns_first else [*across, outer_column]
+    tiles = [outer_column, *across] if blocking.columns_first else [*across, outer_column]
     sch.reorder(*batch, *tiles, *walk, *reductions, inner_row, inner_column)
     outer = sch.fuse(*batch, *tiles)
     partial = None if channelwise else _sum_chunks(sch, block, reductions)
@@ -357,16 +365,16 @@ def _tile(sch: Any, block: Any, found: Contraction, row: int, chosen: TileBlocki
 
 
 def _sum_chunks(sch: Any, block: Any, reductions: Sequence[Any]) -> Any | None:
-    """Split a long reduction into chunks. Returns the block that sums a chunk; `block` then adds the chunks up.
-    Returns None for a short reduction, which stays as it is.
+    """Split a long reduction into chunks. Returns the block that sums one chunk; `block` then adds up the chunks. For a
+    short reduction nothing changes, and None is returned.
 
     The rounding error of an accumulator grows with the number of its terms. With thousands of terms, a network of many
     layers would differ noticeably from the result of other runtimes.
     """
-    found = chunk([int(sch.get(loop).extent) for loop in reductions])
-    if found is None:
+    split = chunk([int(sch.get(loop).extent) for loop in reductions])
+    if split is None:
         return None
-    at, step = found
+    at, step = split
     outer, _ = sch.split(reductions[at], [None, step])
     return sch.rfactor(sch.fuse(*reductions[:at], outer), 0)
 
@@ -374,7 +382,7 @@ def _sum_chunks(sch: Any, block: Any, reductions: Sequence[Any]) -> Any | None:
 def chunk(extents: Sequence[int]) -> tuple[int, int] | None:
     """Where to split loops of these extents into chunks of about `_CHUNK` terms: (index of the loop, inner extent).
 
-    None for a short reduction, and for one that no factor divides into such chunks.
+    None for a short reduction, and if no factor divides it into such chunks.
     """
     terms = math.prod(extents)
     if terms <= _CHUNK * 3 // 2:
@@ -388,7 +396,7 @@ def chunk(extents: Sequence[int]) -> tuple[int, int] | None:
     fitting = [part for part in parts if _CHUNK // 2 <= part[2] <= terms // 2]
     if not fitting:
         return None
-    # LLVM unrolls three loops in succession, and then has too few registers for the sums of all chunks.
+    # LLVM unrolls three chunks, and then has too few registers for the sums of all of them.
     plain = [part for part in fitting if part[2] * 3 != terms or part[0] < len(extents) - 1]
     fitting = plain or fitting
     at, step, _ = min(fitting, key=lambda part: abs(math.log(part[2] / _CHUNK)))
@@ -396,7 +404,8 @@ def chunk(extents: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _accumulate(sch: Any, partial: Any, chunks: Any, column: int, tile: Tile) -> Any:
-    """Keep the sums of a chunk in registers, as a tile in the loop over chunks. Returns the loop over its terms."""
+    """Keep the sums of a chunk in registers, as a tile in the loop over chunks. Returns the loop over the chunk's
+    terms."""
     sch.set_scope(partial, 0, LOCAL)
     sch.compute_at(partial, chunks, preserve_unit_loops=True)
     kinds = [int(v.iter_type) for v in sch.get(partial).iter_vars]
@@ -419,13 +428,17 @@ def _start_at_zero(sch: Any, block: Any, reduction: Any, outside: int) -> None:
         sch.unroll(loop)
 
 
-def _flatten(sch: Any, block: Any, final: Any, found: Contraction) -> Contraction:
+def _flatten(sch: Any, block: Any, final: Any, contraction: Contraction) -> Contraction:
     """Make the rows one dimension in the anchor, in its result, and in the block that reads the result."""
     extents = extents_of(sch, block)
-    sizes = [extents[p] for p in found.rows]
-    others = [i for i in range(len(extents)) if i not in (*found.rows, found.column, *found.reductions)]
+    sizes = [extents[p] for p in contraction.rows]
+    others = [
+        i
+        for i in range(len(extents))
+        if i not in (*contraction.rows, contraction.column, *contraction.reductions)
+    ]
     assert not others
-    assert [*found.rows, found.column] == list(range(len(sizes) + 1))
+    assert [*contraction.rows, contraction.column] == list(range(len(sizes) + 1))
 
     def flat(*indices: Any) -> list[Any]:
         row = indices[0]
@@ -436,16 +449,16 @@ def _flatten(sch: Any, block: Any, final: Any, found: Contraction) -> Contractio
     sch.transform_layout(block, ("write", 0), index_map(flat, len(sizes) + 1, sch, block))
     sch.transform_block_layout(block, index_map(flat, len(extents), sch, block))
     sch.transform_block_layout(final, index_map(flat, len(sizes) + 1, sch, block))
-    reductions = tuple(range(2, 2 + len(found.reductions)))
-    return Contraction(1, (0,), reductions, found.weights)
+    reductions = tuple(range(2, 2 + len(contraction.reductions)))
+    return Contraction(1, (0,), reductions, contraction.weights)
 
 
-def _pad(sch: Any, block: Any, found: Contraction, row: int, tile: Tile) -> list[Any]:
-    """Pad rows and columns to multiples of the tile; returns the blocks that copy padded operands."""
+def _pad(sch: Any, block: Any, contraction: Contraction, row: int, tile: Tile) -> list[Any]:
+    """Pad rows and columns to multiples of the tile. Returns the blocks that copy padded operands."""
     extents = extents_of(sch, block)
     steps = [1] * len(extents)
-    steps[row], steps[found.column] = tile.rows, tile.columns
-    assert found.weights is not None
+    steps[row], steps[contraction.column] = tile.rows, tile.columns
+    assert contraction.weights is not None
     for position in range(2):
         sch.cache_read(block, position, "global")
     sch.pad_einsum(block, steps)
@@ -463,14 +476,15 @@ def _pad(sch: Any, block: Any, found: Contraction, row: int, tile: Tile) -> list
     return needed
 
 
-def _flat_rows(sch: Any, block: Any, found: Contraction) -> bool:
-    """Whether the row iterators themselves index the broadcast operand, so that they can become one dimension."""
+def _flat_rows(sch: Any, block: Any, contraction: Contraction) -> bool:
+    """Whether the broadcast operand is indexed by the row iterators themselves, so that they can become one
+    dimension."""
     from tvm.ir.expr import TensorLoad
 
     node = sch.get(block)
     product = node.body.value.b
     variables = [v.var for v in node.iter_vars]
-    rows = [variables[p] for p in found.rows]
+    rows = [variables[p] for p in contraction.rows]
     for factor in (product.a, product.b):
         if not isinstance(factor, TensorLoad):
             return False
@@ -480,20 +494,20 @@ def _flat_rows(sch: Any, block: Any, found: Contraction) -> bool:
     return True
 
 
-def _keeps_rows(sch: Any, final: Any, extents: Sequence[int], found: Contraction) -> bool:
-    """Whether the final block has all rows: at most columns are cropped."""
-    return extents_of(sch, final)[: len(found.rows)] == [extents[p] for p in found.rows]
+def _keeps_rows(sch: Any, final: Any, extents: Sequence[int], contraction: Contraction) -> bool:
+    """Whether the final block has all rows, so that at most columns are cropped."""
+    return extents_of(sch, final)[: len(contraction.rows)] == [extents[p] for p in contraction.rows]
 
 
 def _is_product(sch: Any, block: Any) -> bool:
-    """Whether plain iterators index both operands, as in a matrix product."""
+    """Whether both operands are indexed by plain iterators, as in a matrix product."""
     product = sch.get(block).body.value.b
     variables = [v.var for v in sch.get(block).iter_vars]
     return all(any(i.same_as(v) for v in variables) for f in (product.a, product.b) for i in f.indices)
 
 
 def _plain(index: Any, row: Any) -> bool:
-    """index = row, or row + r with a reduction variable of extent 1 (which simplification leaves in)."""
+    """Whether index = row, or row + r with a reduction variable of extent 1 (which simplification does not remove)."""
     from tvm import tirx
 
     if index.same_as(row):

@@ -1,4 +1,4 @@
-"""Which scheduler a primitive function gets, and the choices for a contraction."""
+"""Chooses the scheduler of a primitive function, and lists the tiles of a contraction."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 def schedule(mod: Any, machine: Machine) -> Any:
     """TVM's schedule of a module with one primitive function named "main".
 
-    Functions that none of our schedules handles stay as they are, in one thread, which is slow but right. There is a
-    warning.
+    If a scheduler fails, the function runs in one thread without a schedule, which is slow but right, and a warning is
+    given.
     """
     from tvm.s_tir import Schedule, ScheduleError
 
@@ -37,10 +37,10 @@ def schedule(mod: Any, machine: Machine) -> Any:
 
 
 def apply(mod: Any, machine: Machine, choice: TileBlocking | None = None) -> Any:
-    """The schedule of "main", of a contraction with `choice` (default: that of the heuristic).
+    """The schedule of "main". A contraction gets the tile `choice` (default: that of the heuristic).
 
-    `mod` must be kept by a variable meanwhile, as it is here: TVM's schedule changes what nothing else refers to in
-    place, and does not see that another module has the same body.
+    The caller must hold a reference to `mod`: TVM's schedule changes objects in place if nothing else refers to them,
+    and does not see that another module has the same body.
     """
     from tvm.s_tir import Schedule
 
@@ -60,24 +60,24 @@ def apply(mod: Any, machine: Machine, choice: TileBlocking | None = None) -> Any
     return sch
 
 
-def choices(mod: Any, machine: Machine, most: int = 64) -> list[TileBlocking]:
-    """The `most` best choices for "main", the best first; [] if there is no choice."""
+def choices(mod: Any, machine: Machine, limit: int = 64) -> list[TileBlocking]:
+    """The best tiles for "main" with either order, at most `limit`, the best first; [] if it is no contraction."""
     workload = _workload(mod)
     if workload is None:
         return []
-    rated = sorted(rated_tiles(workload.grid, machine), key=lambda entry: -entry[0])[: max(1, most // 2)]
+    rated = sorted(rated_tiles(workload.grid, machine), key=lambda entry: -entry[0])[: max(1, limit // 2)]
     first = workload.heuristic(machine).columns_first
     return [TileBlocking(tile, columns_first) for _, tile in rated for columns_first in (first, not first)]
 
 
 def heuristic(mod: Any, machine: Machine) -> TileBlocking | None:
-    """The choice for "main" without tuning; None if there is none."""
+    """The tile for "main" without tuning; None if it is no contraction."""
     workload = _workload(mod)
     return None if workload is None else workload.heuristic(machine)
 
 
 def _workload(mod: Any) -> Prepared | None:
-    """The contraction of "main", if it is one and the blocks around it are understood."""
+    """The contraction of "main"; None if it is none, or if the blocks around it cannot be scheduled."""
     from tvm.s_tir import Schedule, ScheduleError
 
     sch = Schedule(mod, debug_mask="none")
@@ -86,4 +86,4 @@ def _workload(mod: Any) -> Prepared | None:
         contraction = only_contraction(sch, anchors_of(sch))
         return None if contraction is None else prepare(sch, *contraction)
     except ScheduleError:
-        return None  # `schedule` leaves it as it is
+        return None  # `schedule` will leave it unscheduled

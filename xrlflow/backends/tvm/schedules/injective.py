@@ -19,15 +19,17 @@ def parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
     lanes = dividing(extents[-1], machine)
     if not lanes and elements % machine.lanes == 0 and _elementwise(sch, block):
         loops, lanes = [sch.fuse(*loops)], machine.lanes
-    turned = _turned(sch, block) if lanes and len(loops) > 1 else None
+    contiguous = _contiguous_dimension(sch, block) if lanes and len(loops) > 1 else None
     if lanes:
         last, lane = sch.split(loops[-1], [None, lanes])
         sch.vectorize(lane)
         outer = [*loops[:-1], last]
-        if turned is not None:  # visit neighbours in memory in succession: each cache line is read once
-            along = outer.pop(turned)
+        if (
+            contiguous is not None
+        ):  # neighbours in memory are read in succession, and so each cache line only once
+            along = outer.pop(contiguous)
             sch.reorder(*outer, along, lane)
-    else:  # LLVM vectorises what it can: the innermost loops stay as they are
+    else:  # the innermost loops do not change: LLVM vectorises what it can
         inside = next(
             (n for n in range(1, len(loops)) if math.prod(extents[-n:]) >= machine.lanes), len(loops) - 1
         )
@@ -36,8 +38,8 @@ def parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
         sch.parallel(sch.fuse(*outer))
 
 
-def _turned(sch: Any, block: Any) -> int | None:
-    """The output dimension along which a transposed operand is contiguous in memory, if it is not the last one."""
+def _contiguous_dimension(sch: Any, block: Any) -> int | None:
+    """The output dimension along which a transposed operand is contiguous in memory; None if it is the last one."""
     node = sch.get(block)
     variables = [v.var for v in node.iter_vars]
     for region in node.reads:
@@ -49,7 +51,7 @@ def _turned(sch: Any, block: Any) -> int | None:
 
 
 def _elementwise(sch: Any, block: Any) -> bool:
-    """Whether a block reads every operand where it writes."""
+    """Whether a block reads every operand at the index at which it writes."""
     from tvm import tirx
 
     node = sch.get(block)

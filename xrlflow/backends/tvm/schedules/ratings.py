@@ -1,4 +1,4 @@
-"""Tiles of accumulators for a contraction, and how fast they are expected to be."""
+"""Tiles of accumulators for a contraction, with ratings of their expected speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 _MOST_ROWS = 14
 # The relative speed of a tile that LLVM does not keep in registers.
 _SPILLS = 0.5
-# Rows whose distance is a multiple of this share a set of an 8-way first-level cache.
+# Rows whose distance is a multiple of this number of bytes share a set of an 8-way first-level cache.
 _PAGE = 4096
 _WAYS = 8
 
@@ -26,7 +26,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class TileBlocking:
-    """The choices for a contraction: its tile, and whether tiles of one column follow each other."""
+    """The blocking of a contraction: its tile, and whether tiles of one column follow each other (or those of one
+    row)."""
 
     tile: Tile
     columns_first: bool
@@ -63,14 +64,17 @@ def tile_of(grid: Grid, machine: Machine) -> Tile:
 def rated_tiles(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
     """Tiles that fit into the registers, with their ratings.
 
-    A step of the reduction loads rows + columns / lanes operands for rows x columns / lanes multiply-adds, so a squarer
-    tile loads less. But the vectors come from the second-level cache, where the panel is, and cost as much as three
-    broadcasts: a higher tile loads fewer of them. (For 21 shapes that networks have, the tile that this chooses took
-    1.02 times as long as the best one on average, at most 1.11; without this 1.06 and 1.33.) It may not need more
-    registers than there are, and is slower if LLVM spills some. With fewer than 8 accumulators, multipliers wait
-    for their own results. Rows must not evict each other from the first-level cache. A panel of reduction x columns
-    stays in half of the second-level cache. A tile divides the output; if that may be padded, useless work is
-    weighed against the better shape. For channelwise tiles see `_channelwise`.
+    - A step of the reduction loads rows + columns / lanes operands for rows x columns / lanes multiply-adds, so a
+      squarer tile loads less. But the vectors come from the second-level cache, where the panel is, and cost as much as
+      three broadcasts: a higher tile loads fewer of them. (For 21 shapes that networks have, the tile chosen by these
+      ratings took 1.02 times as long as the best one on average, at most 1.11; without this rule 1.06 and 1.33.)
+    - A tile may not need more registers than there are, and is slower if LLVM spills some.
+    - With fewer than 8 accumulators, multipliers wait for their own results.
+    - Rows must not evict each other from the first-level cache, and a panel of reduction x columns must fit in half of
+      the second-level cache.
+    - A tile divides the output. If the output may be padded, useless work is weighed against the better shape.
+
+    For channelwise tiles see `_channelwise`.
     """
     if grid.channelwise:
         yield from _channelwise(grid, machine)
@@ -89,13 +93,13 @@ def rated_tiles(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
                     continue
                 if accumulators + vectors + 1 > machine.registers:
                     continue
-                kept = 1.0 if machine.keeps(height, vectors) else _SPILLS
+                speed = 1.0 if machine.keeps(height, vectors) else _SPILLS
                 busy = min(1.0, accumulators / 8)
                 loads = (height + vectors) / accumulators
                 far = 1.0 / height
                 useful = _useful(grid.rows, height) * _useful(grid.columns, width)
                 yield (
-                    useful * busy * kept * (lanes / machine.lanes) / (1.0 + 0.5 * loads + far),
+                    useful * busy * speed * (lanes / machine.lanes) / (1.0 + 0.5 * loads + far),
                     Tile(height, width, lanes),
                 )
 
@@ -104,8 +108,8 @@ def _channelwise(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
     """Tiles of a channelwise contraction, with their ratings.
 
     Every product loads its own operand. Only the weights are shared, if they stay in registers next to the accumulators
-    while the tile moves along a row. Two accumulators keep the multipliers busy, since loads take the time; more gain
-    nothing (measured: 1.4 to 2.2 times faster than the tile of a product).
+    while the tile moves along a row. Two accumulators keep the multipliers busy, since loads take most of the time;
+    more of them gain nothing (measured: 1.4 to 2.2 times as fast as the tile of a product).
     """
     for lanes in (n for n in (machine.lanes, machine.lanes // 2, machine.lanes // 4, 1) if n >= 1):
         for vectors in range(1, 5):
@@ -115,15 +119,15 @@ def _channelwise(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
                 accumulators = height * vectors
                 if grid.rows % height or accumulators + 1 > machine.registers:
                     continue
-                kept = grid.reduction * vectors + accumulators + 1 <= machine.registers
+                in_registers = grid.reduction * vectors + accumulators + 1 <= machine.registers
                 busy = min(1.0, accumulators / 2) / (1.0 + 0.015 * accumulators)
                 yield (
-                    busy * (lanes / machine.lanes) * (1.0 if kept else 0.7),
+                    busy * (lanes / machine.lanes) * (1.0 if in_registers else 0.7),
                     Tile(height, vectors * lanes, lanes),
                 )
 
 
 def _useful(extent: int, step: int) -> float:
-    """The part of a padded dimension that is useful, reduced by the cost of copying it."""
+    """The useful part of a padded dimension, reduced by the cost of copying it."""
     padded = -(-extent // step) * step
     return extent / padded * (0.9 if padded != extent else 1.0)

@@ -22,7 +22,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 
 
 def schedule_rows(sch: Any, anchors: Sequence[Any], machine: Machine) -> None:
-    """Schedule each block on its own: several reductions, or one that is no contraction (softmax, pooling)."""
+    """Schedule a function with several reductions, or one that is no contraction (softmax, pooling)."""
     names = {name_of(sch, a) for a in anchors}
     outputs = outputs_of(sch)
     for block in blocks_of(sch):
@@ -38,8 +38,8 @@ def schedule_rows(sch: Any, anchors: Sequence[Any], machine: Machine) -> None:
 
 
 def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
-    """Run all blocks on a row while it is in the cache: softmax, normalisations, and means that are read along rows.
-    Returns False if rows are not alike, or too few for all threads.
+    """Run all blocks on one row after the other, while it is in the cache: softmax, normalisations, and means that are
+    read along rows. Returns False if rows are not alike, or too few for all threads.
 
     All reductions must have the same first dimensions (the rows) and reduce all others. The last block must have these
     first dimensions, and at least one more.
@@ -86,20 +86,21 @@ def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
 
 
 def _read_along_rows(sch: Any, rows: int) -> bool:
-    """Whether each block reads the results of other blocks only at its own row, its first `rows` iterators."""
-    made = {region.source.name for block in blocks_of(sch) for region in sch.get(block).writes}
+    """Whether each block reads the results of other blocks only at its own row. The row is its first `rows`
+    iterators."""
+    written = {region.source.name for block in blocks_of(sch) for region in sch.get(block).writes}
 
-    def own(block: Any, region: Any) -> bool:
+    def at_own_row(block: Any, region: Any) -> bool:
         variables, at = list(sch.get(block).iter_vars)[:rows], list(region.region)[:rows]
         return len(at) == rows and all(
             extent_of(variable) == 1 or one.min.same_as(variable.var) for variable, one in zip(variables, at)
         )
 
     return all(
-        own(block, region)
+        at_own_row(block, region)
         for block in blocks_of(sch)
         for region in sch.get(block).reads
-        if region.source.name in made
+        if region.source.name in written
     )
 
 
@@ -112,22 +113,23 @@ def _vectorize_last(sch: Any, block: Any, machine: Machine) -> None:
 
 
 def _is_dear(sch: Any, block: Any, reductions: set[str]) -> bool:
-    """Whether inlining would repeat a block's work: several blocks read it, or a reduction does."""
+    """Whether inlining would repeat a block's work, because several blocks or a reduction read it."""
     consumers = sch.get_consumers(block)
     return len(consumers) > 1 or any(name_of(sch, c) in reductions for c in consumers)
 
 
 def partial_lanes(along: int, lanes: int) -> int:
-    """The number of partial results of a reduction along a row, as one vector; 0 if there is a single result.
+    """The number of partial results of a reduction along a row, which are one vector; 0 if there is a single result.
 
-    Half vectors serve short rows. A long row is better reduced in two parts (see `legalize`).
+    Half vectors serve short rows. A long row is better reduced in two parts (see `kernels.legalize`).
     """
     lengths = (lanes, lanes // 2) if along < 8 * lanes else (lanes,)
     return next((n for n in lengths if n > 1 and along % n == 0 and along >= 2 * n), 0)
 
 
 def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
-    """Reduce rows in parallel: a vector of partial results along contiguous memory, a few vectors of results across."""
+    """Reduce rows in parallel: along contiguous memory with a vector of partial results, otherwise with a few vectors
+    of results."""
     variables = list(sch.get(block).iter_vars)
     extents, loops = extents_of(sch, block), sch.get_loops(block)
     spatial = [i for i, v in enumerate(variables) if int(v.iter_type) == 0]
@@ -140,19 +142,19 @@ def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
     if lanes and can_have_partial_sums(sch):
         _, lane = sch.split(loops[last], [None, lanes])
         partial = sch.rfactor(lane, len(spatial))
-        *rest, lane = sch.get_loops(partial)
+        *outer, lane = sch.get_loops(partial)
         sch.vectorize(lane)
         if parallel:
-            sch.parallel(sch.fuse(*rest[: len(spatial)]))
+            sch.parallel(sch.fuse(*outer[: len(spatial)]))
             sch.parallel(sch.fuse(*sch.get_loops(block)[: len(spatial)]))
     elif not along and spatial and (lanes := dividing(extents[spatial[-1]], machine)):
-        # Several adjacent vectors read whole cache lines, and share the index computations of a row of the window.
-        # But each core must have work.
+        # Several adjacent vectors read full cache lines, and share the index computations of a row of the window. But
+        # there must be work for each core.
         others = math.prod(extents[i] for i in spatial[:-1])
-        wanted = machine.cores if parallel else 1
+        parts = machine.cores if parallel else 1
         pieces = extents[spatial[-1]] // lanes
         vectors = next(
-            (n for n in range(ABREAST, 1, -1) if pieces % n == 0 and others * pieces // n >= wanted), 1
+            (n for n in range(ABREAST, 1, -1) if pieces % n == 0 and others * pieces // n >= parts), 1
         )
         piece, vector, lane = sch.split(loops[spatial[-1]], [None, vectors, lanes])
         rows = [*(loops[i] for i in spatial[:-1]), piece]

@@ -21,7 +21,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 
 WINDOW = "xrlflow.window"
 """The annotation of blocks that reduce a window of pixels, channels last."""
-# Rows of windows are the parts of a parallel loop if each core gets as many.
+# A parallel loop runs over rows only if each core gets at least this many; otherwise over pixels.
 _PARTS = 4
 
 
@@ -39,7 +39,7 @@ def schedule_window(sch: Any, block: Any, machine: Machine) -> None:
     if lanes:
         piece, vector, lane = sch.split(channel, [None, vectors, lanes])
         sch.reorder(piece, *taps, vector, lane)
-    else:  # LLVM makes vectors and a rest of them
+    else:  # LLVM makes vectors, and handles the remaining channels
         piece, lane = sch.split(channel, [1, None])
         sch.reorder(piece, *taps, lane)
     if final is None:
