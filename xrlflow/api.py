@@ -179,16 +179,16 @@ def optimize(
     original. Otherwise a rule that makes such a graph is taken back, and in the end the original is returned; the notes
     of the report say so.
     """
-    given = dict(locals())
+    arguments = dict(locals())
     for name in ("model", "options", "listener", "further"):
-        del given[name]
-    return pipeline.optimize(model, _asked(options, given | further), listener)
+        del arguments[name]
+    return pipeline.optimize(model, _asked(options, arguments | further), listener)
 
 
-def _asked(options: Options | None, given: Mapping[str, Any]) -> Options:
-    """The options, overridden by those in `given` that are not None."""
+def _asked(options: Options | None, arguments: Mapping[str, Any]) -> Options:
+    """The options, overridden by those in `arguments` that are not None."""
     return replace(
-        options or Options(), **{name: value for name, value in given.items() if value is not None}
+        options or Options(), **{name: value for name, value in arguments.items() if value is not None}
     )
 
 
@@ -201,13 +201,14 @@ def optimize_all(
     executor: batch.Executor | None = None,
     listener: batch.Listener | None = None,
     options: Options | None = None,
-    **given: Any,
+    **arguments: Any,
 ) -> Batch:
     """Make many models faster: those of a folder, of a pattern ("models/**/*.onnx"), or of a list of paths in a file.
 
     The folder `output` receives a result for each (`a/x.onnx` becomes `OUTPUT/a/x.onnx`), its report page next to it,
-    and `report.html` with all of them. `options` and `given` are those of `optimize`; a shape applies to every model
-    that has an input of this name. A model that cannot be optimised becomes a row with an error; the others go on.
+    and `report.html` with all of them. `options` and `arguments` are those of `optimize`; a shape applies to every
+    model that has an input of this name. A model that cannot be optimised becomes a row with an error; the others go
+    on.
 
     The same call continues where the last one ended: a model is not optimised again unless its content, its external
     data, an option, or the version of xrlflow, ONNX Runtime or TVM has changed. Ctrl-C ends the batch; finished models
@@ -219,7 +220,7 @@ def optimize_all(
 
     Raises OptionError if an argument is wrong, ModelError if the output cannot be written.
     """
-    asked = _asked(options, given)
+    asked = _asked(options, arguments)
     if ray is None or executor is not None:
         here = executor if executor is not None else batch.Processes(workers)
         return batch.optimize_all(models, output, asked, executor=here, listener=listener)
@@ -310,13 +311,15 @@ def compare(
     *,
     searches: Sequence[str] = COMPARED,
     options: Options | None = None,
-    **given: Any,
+    **arguments: Any,
 ) -> Comparison:
-    """Optimise with each of several strategies, by default without generated kernels. `options`, `given` and the errors
-    raised are those of `optimize`."""
+    """Optimise with each of several strategies, by default without generated kernels. `options`, `arguments` and the
+    errors raised are those of `optimize`."""
     if options is None:
-        given.setdefault("backend", "onnxruntime")
-    return Comparison(tuple(optimize(model, search=search, options=options, **given) for search in searches))
+        arguments.setdefault("backend", "onnxruntime")
+    return Comparison(
+        tuple(optimize(model, search=search, options=options, **arguments) for search in searches)
+    )
 
 
 def view(

@@ -109,8 +109,10 @@ def flags(kind: type) -> Mapping[str, tuple[Flag, Any]]:
     """The flags of a class of options by field name, with their defaults. The class's own come before inherited
     ones."""
     own = kind.__annotations__
-    known = [f for f in fields(kind) if "flag" in f.metadata]
-    return {f.name: (f.metadata["flag"], f.default) for f in sorted(known, key=lambda f: f.name not in own)}
+    flag_fields = [f for f in fields(kind) if "flag" in f.metadata]
+    return {
+        f.name: (f.metadata["flag"], f.default) for f in sorted(flag_fields, key=lambda f: f.name not in own)
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,17 +343,20 @@ class Options(Common):
                 raise OptionError(
                     f"{name} has no meaning with search {self.search!r}: choose one of {choices}"
                 )
-        for name, wanted in (("train_steps", self.train_steps), ("search 'rlflow'", self.search == RLFLOW)):
-            if wanted:
+        for name, set_by_user in (
+            ("train_steps", self.train_steps),
+            ("search 'rlflow'", self.search == RLFLOW),
+        ):
+            if set_by_user:
                 check_installed(name, "train", *TRAINING)
         if self.agent is not None and not os.path.isfile(self.agent):
             raise OptionError(
                 f"agent {os.fspath(self.agent)} is no file: give one that `xrlflow train` wrote"
             )
 
-    def _check_backend(self, only: tuple[str, ...], given: Mapping[str, object]) -> None:
-        """Raise OptionError for options in `given` that have a meaning with the backends `only` alone."""
-        for name, value in given.items():
+    def _check_backend(self, only: tuple[str, ...], values: Mapping[str, object]) -> None:
+        """Raise OptionError for options in `values` that have a meaning with the backends `only` alone."""
+        for name, value in values.items():
             if self.backend not in only and value is not None:
                 choices = " or ".join(repr(backend) for backend in only)
                 raise OptionError(f"{name} has no meaning with backend {self.backend!r}: choose {choices}")
@@ -449,8 +454,8 @@ def check_ray(ray: str | None) -> None:
 def check_installed(what: str, extra: str, *packages: str) -> None:
     """Raise OptionError if `what` needs a package that is not installed; `extra` would install it."""
     for package in packages:
-        found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:  # a folder with the package's name is no package
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # a folder with the package's name is no package
             raise OptionError(f"{what} needs {package}: install it with `pip install 'xrlflow[{extra}]'`")
 
 
@@ -462,8 +467,8 @@ def check_threads(threads: int | None, remote: str | Remote | None) -> None:
         raise OptionError(f"threads {threads} is not positive: give 1 or more")
     from xrlflow.backends.limits import most_threads  # this imports NumPy, which takes time
 
-    if remote is None and threads > (most := most_threads()):
-        raise OptionError(f"threads {threads} is too many for this machine: give at most {most}")
+    if remote is None and threads > (limit := most_threads()):
+        raise OptionError(f"threads {threads} is too many for this machine: give at most {limit}")
 
 
 def check_seed(seed: int) -> None:

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from tests.rules.harness import model
-from xrlflow.batch import Job, Row, Told, run
+from xrlflow.batch import Job, ProgressCallback, Row, run
 
 FAST: dict[str, Any] = {
     "search": "greedy",
@@ -60,9 +60,9 @@ class Here:
         self.ran: list[str] = []
         self.stop_after = stop_after
 
-    def __call__(self, jobs: Sequence[Job], told: Told) -> Generator[Row, None, None]:
+    def __call__(self, jobs: Sequence[Job], report: ProgressCallback) -> Generator[Row, None, None]:
         for job in jobs:
             if len(self.ran) == self.stop_after:
                 raise KeyboardInterrupt
             self.ran.append(job.name)
-            yield run(job, lambda text, name=job.name: told(name, text))  # type: ignore[misc]
+            yield run(job, lambda text, name=job.name: report(name, text))  # type: ignore[misc]

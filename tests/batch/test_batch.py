@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import xrlflow
 from tests.batch.conftest import FAST, Here
 from tests.report.pages import HOSTILE
-from xrlflow.batch import Batch, Job, Processes, Progress, Row, Told, failed
+from xrlflow.batch import Batch, Job, Processes, Progress, ProgressCallback, Row, failed
 from xrlflow.batch.sources import MARK
 from xrlflow.batch.terminal import bars, duration, line
 from xrlflow.cli import app
@@ -102,8 +102,8 @@ def test_the_page_of_a_batch_that_is_killed_is_there(folder: Path, monkeypatch: 
     class Killed(BaseException):
         pass
 
-    def executor(jobs: Sequence[Job], told: Told) -> Generator[Row, None, None]:
-        yield from list(Here()(jobs[:1], told))
+    def executor(jobs: Sequence[Job], report: ProgressCallback) -> Generator[Row, None, None]:
+        yield from list(Here()(jobs[:1], report))
         raise Killed
 
     with pytest.raises(Killed):

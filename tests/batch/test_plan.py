@@ -13,20 +13,20 @@ from onnx.external_data_helper import convert_model_to_external_data
 
 from tests.batch.conftest import FAST, clumsy
 from xrlflow.batch.plan import plan
-from xrlflow.batch.sources import Found
+from xrlflow.batch.sources import SourceFile
 from xrlflow.options import OptionError, Options
 
 pytestmark = pytest.mark.process
 
 
 def key(path: Path, **options: Any) -> str:
-    (job,) = plan([Found(path.name, str(path))], path.parent / "out", Options(**{**FAST, **options}))
+    (job,) = plan([SourceFile(path.name, str(path))], path.parent / "out", Options(**{**FAST, **options}))
     return job.key
 
 
 def targets(*names: str, **options: Any) -> list[str]:
     jobs = plan(
-        [Found(name, f"/none/{name}") for name in names], Path("/out"), Options(**{**FAST, **options})
+        [SourceFile(name, f"/none/{name}") for name in names], Path("/out"), Options(**{**FAST, **options})
     )
     assert all(job.root == "/out" and str(job.output) == f"/out/{job.target}" for job in jobs)
     return [job.target for job in jobs]
@@ -63,7 +63,7 @@ def test_jobs_may_run_in_another_folder(put: Callable[..., Path], monkeypatch: p
     (folder / "rules.py").write_text("RULES = []")
     monkeypatch.chdir(folder)
     url = "postgresql://me:s3cret@host/x"
-    (job,) = plan([Found("x.onnx", "x.onnx")], Path("out"), Options(**FAST, rules="rules.py", store=url))
+    (job,) = plan([SourceFile("x.onnx", "x.onnx")], Path("out"), Options(**FAST, rules="rules.py", store=url))
     assert (job.source, job.root) == (str(folder / "x.onnx"), str(folder / "out"))
     assert job.options.rules == str(folder / "rules.py")
     assert job.options.store == url

@@ -23,7 +23,7 @@ from tests.batch.conftest import FAST, clumsy
 from xrlflow.batch import Job, measures, run
 from xrlflow.batch.jobs import earlier
 from xrlflow.batch.plan import plan
-from xrlflow.batch.sources import Found
+from xrlflow.batch.sources import SourceFile
 from xrlflow.onnxio import ModelError
 from xrlflow.options import Options
 from xrlflow.pipeline import optimize
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.process, pytest.mark.usefixtures("reference_machine")]
 
 
 def job_of(path: Path, name: str | None = None, **options: Any) -> Job:
-    found = Found(name or path.name, str(path))
+    found = SourceFile(name or path.name, str(path))
     (job,) = plan([found], path.parent / "out", Options(**{**FAST, **options}))
     return job
 

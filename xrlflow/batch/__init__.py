@@ -2,11 +2,23 @@
 
 from xrlflow.batch.batch import INDEX, Batch, Listener, Progress, optimize_all
 from xrlflow.batch.elsewhere import Elsewhere
-from xrlflow.batch.jobs import Executor, Job, Row, Told, failed
+from xrlflow.batch.jobs import Executor, Job, ProgressCallback, Row, failed
 from xrlflow.batch.processes import Processes
 from xrlflow.batch.running import measures, run
 
 __all__ = [
-    "INDEX", "Batch", "Elsewhere", "Executor", "Job", "Listener", "Processes", "Progress", "Row", "Told", "failed",
-    "measures", "optimize_all", "run",
+    "INDEX",
+    "Batch",
+    "Elsewhere",
+    "Executor",
+    "Job",
+    "Listener",
+    "Processes",
+    "Progress",
+    "ProgressCallback",
+    "Row",
+    "failed",
+    "measures",
+    "optimize_all",
+    "run",
 ]  # fmt: skip

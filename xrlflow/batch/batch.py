@@ -71,8 +71,8 @@ class Batch:
     @property
     def mean(self) -> float | None:
         """The geometric mean of the measured speed-ups; None if there is none."""
-        found = [row.speedup for row in self.rows if row.speedup is not None]
-        return math.exp(sum(map(math.log, found)) / len(found)) if found else None
+        speedups = [row.speedup for row in self.rows if row.speedup is not None]
+        return math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None
 
     def to_json(self) -> dict[str, Any]:
         """The whole batch as JSON values, with the reports of all models."""
@@ -137,11 +137,11 @@ def optimize_all(
     ends the batch; finished jobs are kept. Raises OptionError and ModelError; an error of one model is in its row.
     """
     begin, folder = time.monotonic(), Path(output)
-    found = find_models(models, folder)
+    sources = find_models(models, folder)
     with _output(folder):
         tell = listener if listener is not None else lambda progress: None
-        names = tuple(each.name for each in found)
-        jobs = plan(found, folder, options)
+        names = tuple(each.name for each in sources)
+        jobs = plan(sources, folder, options)
         asked = {
             "search": options.search, "cost model": options.cost_name, "backend": options.backend,
             "time limit": f"{options.time_limit:g} s for each model", "seed": str(options.seed),
@@ -194,9 +194,9 @@ class _Running:
         total = len(self.batch.names)
         to_go = total - len(self.rows)
         here = self.todo - to_go
-        left = (time.monotonic() - self.first) / here * to_go if here else None
-        failures = sum(not found.done for found in self.rows.values())
-        return Progress(len(self.rows) - failures, failures, total, left, row, name, doing)
+        seconds_left = (time.monotonic() - self.first) / here * to_go if here else None
+        failures = sum(not row_done.done for row_done in self.rows.values())
+        return Progress(len(self.rows) - failures, failures, total, seconds_left, row, name, doing)
 
     def _write(self, interrupted: bool = False) -> Batch:
         rows = tuple(self.rows[name] for name in self.batch.names if name in self.rows)
@@ -217,14 +217,14 @@ def _output(folder: Path) -> Iterator[None]:
 
     Raises OptionError if the folder has files but is not the output of a batch.
     """
-    with ExitStack() as held:
+    with ExitStack() as lock:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / MARK).exists() and any(folder.iterdir()):
                 raise OptionError(
                     f"{folder}: has files that no batch wrote: give a new folder, or an empty one"
                 )
-            held.enter_context(locked(folder / MARK))
+            lock.enter_context(locked(folder / MARK))
             _sweep(folder)
         except LockedError as error:
             raise OptionError(

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from xrlflow.batch.jobs import Job, Row, Told, earlier, failed
+from xrlflow.batch.jobs import Job, ProgressCallback, Row, earlier, failed
 from xrlflow.batch.processes import Processes
 from xrlflow.batch.running import measures
 from xrlflow.workers import Kind, WorkerError, WorkerFactory, WorkerPool
@@ -39,7 +39,7 @@ class Elsewhere:
 
     factory: WorkerFactory
 
-    def __call__(self, jobs: Sequence[Job], told: Told) -> Generator[Row, None, None]:
+    def __call__(self, jobs: Sequence[Job], report: ProgressCallback) -> Generator[Row, None, None]:
         if not jobs:
             return
         measuring = any(measures(job.options) for job in jobs)

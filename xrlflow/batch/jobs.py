@@ -71,8 +71,8 @@ class Row:
     @property
     def speedup(self) -> float | None:
         """The measured speed-up of the result; None if it was not measured, or is the original."""
-        found = self.report["speedup"] if self.report is not None else None
-        return None if found is None else float(found)
+        value = self.report["speedup"] if self.report is not None else None
+        return None if value is None else float(value)
 
     def to_json(self) -> dict[str, Any]:
         """The row as JSON values, with the whole report."""
@@ -107,11 +107,11 @@ def earlier(job: Job) -> Row | None:
         if not files or any(os.stat(Path(job.root, name)).st_size != size for name, size in files):
             return None
         _check_figures(row["report"])
-        found = Row(
+        recorded = Row(
             job.name, job.key, row["error"], row["report"], files, str(row["machine"]), float(row["seconds"]),
             tuple(row["notes"]), str(row["detail"]), earlier=True,
         )  # fmt: skip
-        return found if found.done else None
+        return recorded if recorded.done else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -128,13 +128,13 @@ def _no_number(text: str) -> None:
 
 
 # Receives the name of a job, and what it does now.
-Told = Callable[[str, str], None]
+ProgressCallback = Callable[[str, str], None]
 
 
 class Executor(Protocol):
     """Runs the jobs of a batch. It calls `run(job)` in any processes that reach the job's paths, here or elsewhere."""
 
-    def __call__(self, jobs: Sequence[Job], told: Told) -> Generator[Row, None, None]:
+    def __call__(self, jobs: Sequence[Job], report: ProgressCallback) -> Generator[Row, None, None]:
         """Yield the row of every job, in any order, each as soon as it is finished.
 
         A job whose process crashes has a failed row. `told(name, text)` may be called with what a running job does.

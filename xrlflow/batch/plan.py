@@ -12,7 +12,7 @@ from typing import Any
 
 from xrlflow.backends.tvm import SUFFIX
 from xrlflow.batch.jobs import Job
-from xrlflow.batch.sources import Found
+from xrlflow.batch.sources import SourceFile
 from xrlflow.onnxio.content import content_digest
 from xrlflow.options import OptionError, Options
 from xrlflow.report.page.environment import version_of
@@ -27,7 +27,7 @@ _PLACES = ("store",)
 """Options that say where something is stored. Results do not depend on them."""
 
 
-def plan(found: Iterable[Found], output: Path, options: Options) -> list[Job]:
+def plan(sources: Iterable[SourceFile], output: Path, options: Options) -> list[Job]:
     """A job for each model. Reads the models to compute their keys.
 
     The result of `a/x.onnx` is `OUTPUT/a/x.onnx`, and that of `a/x.pb` `OUTPUT/a/x.pb.onnx`; compiled ones end in
@@ -36,11 +36,11 @@ def plan(found: Iterable[Found], output: Path, options: Options) -> list[Job]:
     asked = _depends_on(options)
     options = _anywhere(options)
     jobs: list[Job] = []
-    taken: set[str] = set()
+    used_targets: set[str] = set()
     root = os.path.abspath(output)
-    for each in found:
-        target = _free(_target(each.name, options.compiling), taken)
-        taken.add(target.casefold())
+    for each in sources:
+        target = _free(_target(each.name, options.compiling), used_targets)
+        used_targets.add(target.casefold())
         source, key = os.path.abspath(each.path), _key(each.path, asked)
         jobs.append(Job(each.name, source, root, target, key, options, each.remarks))
     return jobs
@@ -61,11 +61,11 @@ def _target(name: str, compiled: bool) -> str:
     return name.removesuffix(_ONNX) + suffix
 
 
-def _free(target: str, taken: set[str]) -> str:
+def _free(target: str, used_targets: set[str]) -> str:
     """The target or, if another model has the same on some file system, the target with a number."""
     stem, suffix = os.path.splitext(target)
     number = 1
-    while target.casefold() in taken:
+    while target.casefold() in used_targets:
         number += 1
         target = f"{stem}-{number}{suffix}"
     return target
@@ -109,9 +109,9 @@ def _depends_on(options: Options) -> str:
 def _anywhere(options: Options) -> Options:
     """The options with absolute paths, since a job may run in another working directory."""
     names = _CONTENTS if options.server is not None else (*_CONTENTS, *_PLACES)
-    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    values: dict[str, Any] = {name: getattr(options, name) for name in names}
     return replace(
-        options, **{name: os.path.abspath(path) for name, path in given.items() if path is not None}
+        options, **{name: os.path.abspath(path) for name, path in values.items() if path is not None}
     )
 
 

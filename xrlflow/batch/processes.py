@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from xrlflow import workers
-from xrlflow.batch.jobs import WAITING, Job, Row, Told, failed
+from xrlflow.batch.jobs import WAITING, Job, ProgressCallback, Row, failed
 from xrlflow.options import OptionError
 from xrlflow.storage.exclusive import VARIABLE, measuring_lock
 from xrlflow.workers import Terms, WorkerError, WorkerLate, WorkerLost, WorkerPool
@@ -34,13 +34,13 @@ class Processes:
         if self.count < 1:
             raise OptionError(f"workers {self.count} is not positive: give 1 or more")
 
-    def __call__(self, jobs: Sequence[Job], told: Told) -> Generator[Row, None, None]:
+    def __call__(self, jobs: Sequence[Job], report: ProgressCallback) -> Generator[Row, None, None]:
         silence = max((max(_SILENCE, 10 * job.options.time_limit) for job in jobs), default=_SILENCE)
         started: dict[str, float] = {}
 
         def on_message(number: int, text: str) -> float:
             started.setdefault(jobs[number].name, time.monotonic())
-            told(jobs[number].name, text)
+            report(jobs[number].name, text)
             return math.inf if text.startswith(WAITING) else silence
 
         def row_of_lost(job: Job, error: WorkerError) -> Row:
@@ -48,16 +48,16 @@ class Processes:
             return failed(job, _reason(error, silence), seconds=seconds)
 
         factory = workers.Processes(variables={VARIABLE: str(measuring_lock())}, patience=_PATIENCE)
-        waiting = dict(enumerate(jobs))
+        unfinished = dict(enumerate(jobs))
         with WorkerPool(
             factory, ReportingJobHandler, self.count, "process", terms=Terms(silence, uses=_USES, attempts=1)
         ) as pool:
             try:
                 for number, row in pool.work(iter(jobs), fallback=row_of_lost, on_message=on_message):
-                    del waiting[number]
+                    del unfinished[number]
                     yield row
             except WorkerError as error:
-                for job in waiting.values():
+                for job in unfinished.values():
                     yield failed(job, str(error))
 
 

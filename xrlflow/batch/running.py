@@ -26,14 +26,14 @@ from xrlflow.storage import files
 from xrlflow.storage.exclusive import measuring
 
 
-def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
+def run(job: Job, report: Callable[[str], None] | None = None) -> Row:
     """Run a job: optimise its model, write the result, its report page and, last, its record. Returns the row.
 
     An error of the model becomes a failed row; only KeyboardInterrupt, SystemExit and the like are raised. A job that
     measures on this machine waits until no other one does (`exclusive.measuring`); waiting does not count towards its
     time limit. `told(text)` is called with what the job does now.
     """
-    say = told if told is not None else lambda text: None
+    say = report if report is not None else lambda text: None
     begin = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", RuntimeWarning)
@@ -57,8 +57,8 @@ def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
                 job, printable(f"cannot write or read files ({error})"), seconds=time.monotonic() - begin
             )
         except Exception as error:
-            said = printable(f"an error in xrlflow, please report it: {type(error).__name__}: {error}")
-            return failed(job, said, seconds=time.monotonic() - begin, detail=traceback.format_exc())
+            message = printable(f"an error in xrlflow, please report it: {type(error).__name__}: {error}")
+            return failed(job, message, seconds=time.monotonic() - begin, detail=traceback.format_exc())
     row = replace(row, notes=(*row.notes, *dict.fromkeys(printable(w.message) for w in caught)))
     try:
         files.write(job.record, row.recorded())

@@ -18,7 +18,7 @@ _MODEL = ".onnx"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SourceFile:
     """The file of a model: its path, and its name in the batch (a relative path with slashes, without `..`)."""
 
     name: str
@@ -26,7 +26,7 @@ class Found:
     remarks: tuple[str, ...] = ()
 
 
-def find_models(models: str | os.PathLike[str], output: Path) -> list[Found]:
+def find_models(models: str | os.PathLike[str], output: Path) -> list[SourceFile]:
     """The models that `models` (FOLDER, GLOB or LIST) names, each file once, sorted by name.
 
     - A folder: its `*.onnx` files, those of its folders, and those that links lead to. Folders that are the output of a
@@ -44,37 +44,37 @@ def find_models(models: str | os.PathLike[str], output: Path) -> list[Found]:
             raise OptionError(
                 f"{text} is the output folder, too: its models would be written over: choose another output"
             )
-        found, missing = _in_folder(text, output), f"{text}: there is no model (*{_MODEL}) in this folder"
+        files, missing = _in_folder(text, output), f"{text}: there is no model (*{_MODEL}) in this folder"
     elif os.path.exists(text):
-        found, missing = _listed(Path(text), output), f"{text}: this list names no model"
+        files, missing = _listed(Path(text), output), f"{text}: this list names no model"
     elif glob.has_magic(text):
-        found, missing = _matching(text, output), f"{text}: no file matches"
+        files, missing = _matching(text, output), f"{text}: no file matches"
     else:
         raise OptionError(f"{text}: there is no such folder, pattern or list: check the path")
-    if not found:
+    if not files:
         raise OptionError(f"{missing}: check the path")
-    return sorted(_once(found), key=lambda each: each.name)
+    return sorted(_once(files), key=lambda each: each.name)
 
 
-def _in_folder(folder: str, output: Path) -> list[Found]:
+def _in_folder(folder: str, output: Path) -> list[SourceFile]:
     """The models of a folder. Each folder is visited once; links come last, so that models have their real paths."""
-    found: list[Found] = []
-    seen: set[str] = set()
+    files: list[SourceFile] = []
+    visited: set[str] = set()
     tops = deque([folder])
     while tops:
-        for place, folders, names in os.walk(tops.popleft(), onerror=_unreadable):
-            real = os.path.realpath(place)
-            if real in seen or _is_within(real, output) or (place != folder and _is_output(place)):
+        for directory, folders, names in os.walk(tops.popleft(), onerror=_unreadable):
+            real = os.path.realpath(directory)
+            if real in visited or _is_within(real, output) or (directory != folder and _is_output(directory)):
                 folders.clear()
                 continue
-            seen.add(real)
+            visited.add(real)
             folders[:] = sorted(name for name in folders if not name.startswith("."))
-            tops += [path for name in folders if os.path.islink(path := os.path.join(place, name))]
+            tops += [path for name in folders if os.path.islink(path := os.path.join(directory, name))]
             for name in names:
-                path = os.path.join(place, name)
+                path = os.path.join(directory, name)
                 if name.endswith(_MODEL) and not name.startswith("."):
-                    found.append(Found(_slashes(os.path.relpath(path, folder)), path))
-    return found
+                    files.append(SourceFile(_slashes(os.path.relpath(path, folder)), path))
+    return files
 
 
 def _unreadable(error: OSError) -> NoReturn:
@@ -84,7 +84,7 @@ def _unreadable(error: OSError) -> NoReturn:
     ) from error
 
 
-def _matching(pattern: str, output: Path) -> list[Found]:
+def _matching(pattern: str, output: Path) -> list[SourceFile]:
     """The files that match. Their names begin at the last folder of the pattern that has no wildcard."""
     fixed: list[str] = []
     for part in Path(pattern).parts[:-1]:
@@ -92,16 +92,16 @@ def _matching(pattern: str, output: Path) -> list[Found]:
             break
         fixed.append(part)
     base = os.path.join("", *fixed) or "."
-    found = []
+    files = []
     for path in glob.iglob(pattern, recursive=True):
         name = os.path.relpath(path, base)
         between = [os.path.join(base, *Path(name).parts[:depth]) for depth in range(1, len(Path(name).parts))]
         if not (os.path.isdir(path) or _is_within(path, output) or any(map(_is_output, between))):
-            found.append(Found(_slashes(name), path))
-    return found
+            files.append(SourceFile(_slashes(name), path))
+    return files
 
 
-def _listed(file: Path, output: Path) -> list[Found]:
+def _listed(file: Path, output: Path) -> list[SourceFile]:
     try:
         text = file.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
@@ -112,7 +112,7 @@ def _listed(file: Path, output: Path) -> list[Found]:
         raise OptionError(
             f"{file}: is no list of paths: give a folder, a pattern or a list, or use `xrlflow optimize`"
         )
-    found = []
+    files = []
     base = os.path.abspath(file.parent if file.is_file() else ".")
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         written = line.strip()
@@ -122,8 +122,10 @@ def _listed(file: Path, output: Path) -> list[Found]:
         if _is_within(path, output):
             raise OptionError(f"{file}:{number}: {path} is in the output folder: choose another output")
         inside = os.path.commonpath([base, path]) == base
-        found.append(Found(_slashes(os.path.relpath(path, base) if inside else path.lstrip(os.sep)), path))
-    return found
+        files.append(
+            SourceFile(_slashes(os.path.relpath(path, base) if inside else path.lstrip(os.sep)), path)
+        )
+    return files
 
 
 def _uncommented(line: str) -> str:
@@ -149,11 +151,11 @@ def _slashes(path: str) -> str:
     return "/".join(part for part in Path(path).parts if part not in ("..", os.sep))
 
 
-def _once(found: Iterable[Found]) -> Iterator[Found]:
+def _once(files: Iterable[SourceFile]) -> Iterator[SourceFile]:
     """Each file once, under the first of its names that is no link, or else the first. A remark lists the others."""
-    by_file: dict[str, list[Found]] = {}
-    for each in sorted(found, key=lambda each: (os.path.islink(each.path), each.name)):
+    by_file: dict[str, list[SourceFile]] = {}
+    for each in sorted(files, key=lambda each: (os.path.islink(each.path), each.name)):
         by_file.setdefault(os.path.realpath(each.path), []).append(each)
-    for first, *others in by_file.values():
-        names = sorted({other.name for other in others} - {first.name})
+    for first, *further in by_file.values():
+        names = sorted({other.name for other in further} - {first.name})
         yield replace(first, remarks=(f"also reached as {', '.join(names)}",)) if names else first

@@ -27,11 +27,9 @@ def line(progress: Progress) -> str:
     row = progress.row
     assert row is not None
     speedup = "" if row.speedup is None else f"{row.speedup:.2f} times as fast, "
-    said = f"{speedup}{row.seconds:.0f} s" if row.done else f"failed: {row.error}"
-    left = f" (about {duration(progress.left)} left)" if progress.left else ""
-    return (
-        f"{progress.done + progress.failed}/{progress.total} {printable(row.name)}: {printable(said)}{left}"
-    )
+    text = f"{speedup}{row.seconds:.0f} s" if row.done else f"failed: {row.error}"
+    remaining = f" (about {duration(progress.left)} left)" if progress.left else ""
+    return f"{progress.done + progress.failed}/{progress.total} {printable(row.name)}: {printable(text)}{remaining}"
 
 
 def lines(progress: Progress) -> None:
@@ -54,15 +52,15 @@ def bars(console: Console | None = None) -> Iterator[Listener]:
         console=console if console is not None else Console(stderr=True),
         transient=True,
     ) as bar:
-        whole = bar.add_task("models", total=None, note="")
+        all_models = bar.add_task("models", total=None, note="")
         running: dict[str, rich.TaskID] = {}
 
         def listen(progress: Progress) -> None:
             failures = f"{progress.failed} failed, " if progress.failed else ""
-            left = "" if progress.left is None else f"about {duration(progress.left)} left"
+            remaining = "" if progress.left is None else f"about {duration(progress.left)} left"
             at = progress.done + progress.failed
-            note = f"{at}/{progress.total}, {failures}{left}".rstrip(", ")
-            bar.update(whole, completed=at, total=progress.total, note=note)
+            note = f"{at}/{progress.total}, {failures}{remaining}".rstrip(", ")
+            bar.update(all_models, completed=at, total=progress.total, note=note)
             if progress.row is not None:
                 if (task := running.pop(progress.row.name, None)) is not None:
                     bar.remove_task(task)

@@ -35,14 +35,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to s
 Kernels = Annotated[
     bool, typer.Option("--kernels", help="Load the library of kernels in the model's folder (NAME.so).")
 ]
-Given = dict[str, Any]
+Arguments = dict[str, Any]
 """The values of flags by field name."""
 
 
 def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that gives a command the flags of a class of options, in groups: those in `names`, or all. The
     command receives their values as its parameter `options`. `texts` replaces the help of options."""
-    known = {name: found for name, found in flags(kind).items() if not names or name in names}
+    flags_by_name = {
+        name: flag_and_default for name, flag_and_default in flags(kind).items() if not names or name in names
+    }
     groups = {} if names else {name: group for group, inside in GROUPS.items() for name in inside}
 
     def parameter(name: str, flag: Flag, default: Any) -> inspect.Parameter:
@@ -64,15 +66,18 @@ def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., Non
         )
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        parameters = [parameter(name, *found) for name, found in known.items()]
+        parameters = [parameter(name, *flag_and_default) for name, flag_and_default in flags_by_name.items()]
         own = inspect.signature(command, eval_str=True).parameters.values()
         parameters[:0] = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "options"]
 
         @functools.wraps(command)
         def wrapper(**values: Any) -> None:
-            given = {name: values.pop(name) for name in known}
+            arguments = {name: values.pop(name) for name in flags_by_name}
             command(
-                options={n: () if v is None and known[n][1] == () else v for n, v in given.items()}, **values
+                options={
+                    n: () if v is None and flags_by_name[n][1] == () else v for n, v in arguments.items()
+                },
+                **values,
             )
 
         del wrapper.__wrapped__
@@ -85,7 +90,7 @@ def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., Non
 
 def parse_shapes(options: list[str] | None) -> list[dict[str, tuple[int, ...]]]:
     """The shapes by input name. If an input is repeated, its n-th shape is in the n-th mapping."""
-    found: list[dict[str, tuple[int, ...]]] = []
+    mappings: list[dict[str, tuple[int, ...]]] = []
     for option in options or ():
         name, equals, dims = option.rpartition("=")
         shape: tuple[int, ...] = ()
@@ -95,17 +100,17 @@ def parse_shapes(options: list[str] | None) -> list[dict[str, tuple[int, ...]]]:
             equals = ""
         if not equals or not name or any(d < 0 for d in shape):
             fail(f"--shape {option}: write it as NAME=1,3,224,224")
-        into = next((known for known in found if name not in known), None)
+        into = next((mapping for mapping in mappings if name not in mapping), None)
         if into is None:
-            found.append(into := {})
+            mappings.append(into := {})
         into[name] = shape
-    return found
+    return mappings
 
 
-def with_shapes(options: Given, *, several: bool = False) -> Given:
+def with_shapes(options: Arguments, *, several: bool = False) -> Arguments:
     """The options with --shape parsed into shapes by input name. `several`: an input may have more than one."""
-    found = parse_shapes(options["shapes"])
-    first, further = found[0] if found else None, found[1:]
+    shapes = parse_shapes(options["shapes"])
+    first, further = shapes[0] if shapes else None, shapes[1:]
     if further and not several:
         fail(f"--shape: {next(iter(further[0]))} is given twice")
     return options | {"shapes": first} | ({"further_shapes": further} if several else {})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xrlflow.cli.arguments import AsJson, Given, Quiet, taking, with_shapes
+from xrlflow.cli.arguments import Arguments, AsJson, Quiet, taking, with_shapes
 from xrlflow.cli.failures import ExitCode, clear_errors
 from xrlflow.cli.output import print_json
 from xrlflow.cli.pipes import check_files
@@ -30,7 +30,7 @@ _OF_ONE_MODEL = ("replay",)
 def optimize_all(
     models: Annotated[str, typer.Argument(help="A folder, a pattern in quotes, or a text file with paths.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder of the results.")],
-    options: Given,
+    options: Arguments,
     workers: Annotated[int, typer.Option(min=1, help="Processes; jobs that measure take turns.")] = 1,
     ray: Annotated[str | None, typer.Option(help=RAY, show_default=False)] = None,
     as_json: AsJson = False,
@@ -46,8 +46,8 @@ def optimize_all(
         from xrlflow.report import show
 
         check_files("a batch reads and writes folders", Path(models), output)
-        with _told(as_json or quiet) as listener:
-            found = api.optimize_all(
+        with _listener(as_json or quiet) as listener:
+            done = api.optimize_all(
                 models,
                 output,
                 workers=workers,
@@ -56,22 +56,22 @@ def optimize_all(
                 **with_shapes(options, several=True),
             )
         if as_json:
-            print_json(found.to_json())
+            print_json(done.to_json())
         elif not quiet:
-            show.batch(found.to_json(), output / INDEX)
-        if found.interrupted:
+            show.batch(done.to_json(), output / INDEX)
+        if done.interrupted:
             typer.echo(
-                f"xrlflow: interrupted: {len(found.rows)} of {len(found.names)} models are done and kept: "
+                f"xrlflow: interrupted: {len(done.rows)} of {len(done.names)} models are done and kept: "
                 "run the same command to go on",
                 err=True,
             )
             raise typer.Exit(ExitCode.INTERRUPTED)
-        if found.failed:
+        if done.failed:
             raise typer.Exit(ExitCode.NO)
 
 
 @contextmanager
-def _told(quiet: bool) -> Iterator[Listener | None]:
+def _listener(quiet: bool) -> Iterator[Listener | None]:
     """Progress on a terminal; elsewhere one line on standard error for each model."""
     from xrlflow.batch import terminal
 

@@ -25,5 +25,5 @@ def completing_last(values: Values) -> Complete:
 
 
 def _starting(values: Values, beginning: str) -> list[str]:
-    known: Iterable[str] = values() if callable(values) else values
-    return [value for value in known if value.startswith(beginning)]
+    names: Iterable[str] = values() if callable(values) else values
+    return [value for value in names if value.startswith(beginning)]

@@ -21,20 +21,20 @@ def doctor(as_json: AsJson = False) -> None:
         from xrlflow.doctor import examine, works
     except Exception as error:  # the import of a package of an unsupported version may raise anything
         fail(f"a package is broken ({type(error).__name__}: {error}): install xrlflow again", ExitCode.NO)
-    found = []
+    shown = []
     try:
         with closing(examine()) as findings:
             for finding in findings:
-                found.append(finding)
+                shown.append(finding)
                 if not as_json:
                     typer.echo(f"{finding.status.value:4}  {finding.name}: {printable(finding.found)}")
                     if finding.advice:
                         typer.echo(f"      -> {finding.advice}")
     except KeyboardInterrupt:
         interrupted()
-    good = works(found)
+    good = works(shown)
     if as_json:
-        print_json({"works": good, "findings": [f.to_json() for f in found]})
+        print_json({"works": good, "findings": [f.to_json() for f in shown]})
     else:
         typer.echo(f"\nOptimising for ONNX Runtime {'works' if good else 'DOES NOT WORK'} here.")
     if not good:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from xrlflow.cli.arguments import AsJson, Given, Model, Quiet, taking, with_shapes
+from xrlflow.cli.arguments import Arguments, AsJson, Model, Quiet, taking, with_shapes
 from xrlflow.cli.failures import clear_errors
 from xrlflow.cli.output import print_json
 from xrlflow.cli.pipes import check_files, source
@@ -19,7 +19,7 @@ from xrlflow.options import TrainOptions, TuneOptions
 def tune(
     model: Model,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the shared library (.so) goes.")],
-    options: Given,
+    options: Arguments,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -44,15 +44,15 @@ def _world_of(agent: Path) -> Path | None:
     """The file of an agent's world model, if there is one."""
     from xrlflow.rl.world_model.files import world_path
 
-    found = world_path(agent)
-    return found if found.exists() else None
+    path = world_path(agent)
+    return path if path.exists() else None
 
 
 @taking(TrainOptions)
 def train(
     models: Annotated[list[Path], typer.Argument(help="The ONNX files to learn from.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the agent goes.")],
-    options: Given,
+    options: Arguments,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -61,9 +61,9 @@ def train(
         from xrlflow import pipeline
 
         check_files("training reads and writes its files many times", output, *models)
-        given = TrainOptions(**options)
-        trained = pipeline.train(models, output, given, quiet=as_json or quiet)
-        world = _world_of(output) if given.world_model else None
+        train_options = TrainOptions(**options)
+        trained = pipeline.train(models, output, train_options, quiet=as_json or quiet)
+        world = _world_of(output) if train_options.world_model else None
         if as_json:
             print_json({
                 "agent": str(output) if output.exists() else None,
@@ -81,8 +81,8 @@ def train(
             if not output.exists():
                 typer.echo(f"{output} was not written: interrupted before there was an agent")
                 return
-            goes_on = "" if given.restart else ": run the same command to go on"
+            goes_on = "" if train_options.restart else ": run the same command to go on"
             stopped = f" (interrupted{goes_on})" if trained.interrupted else ""
             typer.echo(f"{output}: after {trained.iterations} iterations, {trained.steps} steps{stopped}")
-            if given.world_model and world is None and trained.iterations:
+            if train_options.world_model and world is None and trained.iterations:
                 typer.echo(f"{output} has no world model: no round was better than the beginning")

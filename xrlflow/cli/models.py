@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from xrlflow.cli.arguments import AsJson, Given, Kernels, Model, Quiet, ReportTo, taking, with_shapes
+from xrlflow.cli.arguments import Arguments, AsJson, Kernels, Model, Quiet, ReportTo, taking, with_shapes
 from xrlflow.cli.completion import completing_last
 from xrlflow.cli.failures import ExitCode, clear_errors, fail
 from xrlflow.cli.output import print_json
@@ -23,7 +23,7 @@ def optimize(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Where the result goes; -: standard output.")
     ],
-    options: Given,
+    options: Arguments,
     trace: Annotated[
         Path | None, typer.Option(help="Write the substitutions to this file.", rich_help_panel="Search")
     ] = None,
@@ -73,8 +73,8 @@ def _check_extra_files(model: Path, output: Path, **paths: Path | None) -> None:
         if path is not None:
             api.check_distinct_paths(model=model, **{name: path})
             api.check_writable(path)
-    made = {} if output == PIPE else {"output": output, "library": library_path(output)}
-    api.check_distinct_paths(**made, **paths)
+    results = {} if output == PIPE else {"output": output, "library": library_path(output)}
+    api.check_distinct_paths(**results, **paths)
 
 
 @taking(
@@ -90,7 +90,7 @@ def _check_extra_files(model: Path, output: Path, **paths: Path | None) -> None:
 )
 def compare(
     model: Model,
-    options: Given,
+    options: Arguments,
     searches: Annotated[
         str,
         typer.Option(help="Strategies, separated by commas.", autocompletion=completing_last(SEARCHES)),
@@ -151,7 +151,7 @@ def report_of(
 @taking(Options, "shapes", "threads", "inputs", "seed", "measure", measure="Time the operators.")
 def view(
     model: Model,
-    options: Given,
+    options: Arguments,
     other: Annotated[Path | None, typer.Argument(help="Another one, shown beside it.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Serve here; 0: at any port that is free.")] = 0,
     networkx: Annotated[
@@ -185,7 +185,7 @@ def view(
 def verify(
     original: Annotated[Path, typer.Argument(help="The model that is right; -: standard input.")],
     new: Annotated[Path, typer.Argument(help="The model that should compute the same; -: standard input.")],
-    options: Given,
+    options: Arguments,
     kernels: Kernels = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -211,7 +211,7 @@ def verify(
 @taking(Options, "shapes", "threads", "inputs", "seed")
 def bench(
     model: Model,
-    options: Given,
+    options: Arguments,
     against: Annotated[Path | None, typer.Option(help="Compare with this model.")] = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds.")] = 20.0,
     kernels: Kernels = False,
@@ -240,7 +240,7 @@ def bench(
 @taking(Options, "shapes", "threads", "inputs", "seed", inputs="Your own inputs (.npz); default: drawn ones.")
 def run(
     model: Model,
-    options: Given,
+    options: Arguments,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="Write the outputs to this .npz file; -: standard output."),

@@ -65,10 +65,10 @@ def clear_pass_errors() -> Iterator[None]:
         fail(str(error))
 
 
-def one_of(option: str, value: str, known: Sequence[str]) -> str:
-    """The value of an option; raises OptionError unless it is one of `known`."""
-    if value not in known:
-        fail(f"{option} {value}: choose one of {', '.join(known)}")
+def one_of(option: str, value: str, choices: Sequence[str]) -> str:
+    """The value of an option; raises OptionError unless it is one of `choices`."""
+    if value not in choices:
+        fail(f"{option} {value}: choose one of {', '.join(choices)}")
     return value
 
 
@@ -114,32 +114,32 @@ def optimize_passes(
         read = source(file)
         target = Output(output)
         how = orders.Search(search) if search is not None else None
-        found = orders.optimize(
+        result = orders.optimize(
             read, search=how, agent=agent, steps=steps, horizon=horizon, metric=Metric(metric),
             time_limit=time_limit, seed=seed,
         )  # fmt: skip
-        target.put(found.save)
+        target.put(result.save)
         if as_json:
-            print_json({"file": str(file), "metric": metric, **found.to_json()})
+            print_json({"file": str(file), "metric": metric, **result.to_json()})
         if as_json or quiet:
             return
-        less = 100 * orders.reduction(found.default, found.after)
-        if found.interrupted:
+        less = 100 * orders.reduction(result.default, result.after)
+        if result.interrupted:
             typer.echo("interrupted: the best so far is kept")
         typer.echo(
-            f"{metric}: {found.before:g} before, {found.default:g} after XLA's order, {found.after:g} after this one"
+            f"{metric}: {result.before:g} before, {result.default:g} after XLA's order, {result.after:g} after this one"
         )
         typer.echo(
-            "order: XLA's own; none was found that is better" if found.is_default
-            else f"order: {', '.join(found.order.passes) or 'no pass'}"
+            "order: XLA's own; none was found that is better" if result.is_default
+            else f"order: {', '.join(result.order.passes) or 'no pass'}"
         )  # fmt: skip
-        for step in found.refused:
+        for step in result.refused:
             typer.echo(f"refused, because it changes what the module computes: {step}", err=True)
-        if found.compared.blind:
-            typer.echo(f"not compared, because it is no number: {', '.join(found.compared.blind)}", err=True)
+        if result.compared.blind:
+            typer.echo(f"not compared, because it is no number: {', '.join(result.compared.blind)}", err=True)
         typer.echo(
             f"{target}: {less:.1f}% less than by XLA's order; outputs compared with the original's: equal "
-            f"({found.order.steps} steps, {found.seconds:.0f} s)"
+            f"({result.order.steps} steps, {result.seconds:.0f} s)"
         )
 
 
@@ -205,7 +205,7 @@ def bench_passes(
     as_json: AsJson = False,
 ) -> None:
     """Compare searches at equal steps, and measure what the best order is worth against XLA's."""
-    chosen = [one_of("--searches", s.strip(), PASS_SEARCHES) for s in searches.split(",") if s.strip()]
+    selected = [one_of("--searches", s.strip(), PASS_SEARCHES) for s in searches.split(",") if s.strip()]
     with clear_errors(), clear_pass_errors():
         from dataclasses import asdict
 
@@ -213,7 +213,7 @@ def bench_passes(
 
         table = orders.bench(
             source(file),
-            searches=[orders.Search(s) for s in chosen],
+            searches=[orders.Search(s) for s in selected],
             agent=agent,
             steps=steps,
             horizon=horizon,
@@ -236,8 +236,8 @@ def bench_passes(
                     f"{row.search}: refused, because it changes what the module computes: {step}", err=True
                 )
         ratio, low, high = table.time
-        same, least, most = table.control
+        same, control_low, control_high = table.control
         typer.echo(
             f"time after XLA's order / after the best: {ratio:.3f} [{low:.3f}, {high:.3f}]; "
-            f"A/A: {same:.3f} [{least:.3f}, {most:.3f}]"
+            f"A/A: {same:.3f} [{control_low:.3f}, {control_high:.3f}]"
         )

@@ -96,5 +96,5 @@ def one_file(model: Path, *, compiled: bool, hybrid: bool) -> None:
         fail("-o -: a compiled model is a library with a description beside it: name a file")
     if hybrid:
         fail("-o -: kernels are a library beside the model: name a file, or choose another --backend")
-    if beside := data_files(str(model)):
-        fail(f"-o -: {model} has weights in {min(beside)}, and a pipe takes one file: name a file")
+    if weights := data_files(str(model)):
+        fail(f"-o -: {model} has weights in {min(weights)}, and a pipe takes one file: name a file")

@@ -49,13 +49,13 @@ PASS_COMMANDS: Mapping[str, Callable[..., None]] = {
 def _program(
     commands: Mapping[str, Callable[..., None]], help: str, *, completion: bool = False
 ) -> typer.Typer:
-    made = typer.Typer(
+    program = typer.Typer(
         help=help, no_args_is_help=True, add_completion=completion, pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )  # fmt: skip
     for name, command in commands.items():
-        made.command(name, cls=GroupedCommand)(command)
-    return made
+        program.command(name, cls=GroupedCommand)(command)
+    return program
 
 
 app = _program(
@@ -72,8 +72,8 @@ app.add_typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from xrlflow import __version__
 
         typer.echo(f"xrlflow {__version__}")
@@ -118,8 +118,8 @@ def main() -> None:
 def _leave_threads(end: SystemExit) -> None:
     """End at once if there are threads that Python would wait for: the compilation of a kernel cannot be stopped."""
     # Without the module, whose import takes time or fails, there are no such threads.
-    known = sys.modules.get("xrlflow.backends.interrupts")
-    if known is not None and any(t.name.startswith(known.COMPILING) for t in threading.enumerate()):
+    interrupts = sys.modules.get("xrlflow.backends.interrupts")
+    if interrupts is not None and any(t.name.startswith(interrupts.COMPILING) for t in threading.enumerate()):
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()

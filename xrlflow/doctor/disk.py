@@ -77,12 +77,12 @@ def server() -> Finding:
     try:
         with Database() as database:
             database.check()
-            found = f"{database.path}: {len(database)} measurements of operators"
+            text = f"{database.path}: {len(database)} measurements of operators"
     except StoreError as error:
         return Finding(
             name, Status.FAIL, str(error), f"start it, correct {VARIABLE}, or unset it", needed=True
         )
-    return Finding(name, Status.OK, found, needed=True)
+    return Finding(name, Status.OK, text, needed=True)
 
 
 def temporary() -> Finding:
@@ -97,10 +97,10 @@ def temporary() -> Finding:
     except OSError as error:
         advice = "free some disk, or set TMPDIR to a folder that can be written"
         return Finding(name, Status.FAIL, str(error), advice, needed=True)
-    found = f"{folder}, {free / 2**30:.1f} GiB free"
+    text = f"{folder}, {free / 2**30:.1f} GiB free"
     if free < _LITTLE:
-        return Finding(name, Status.WARN, found, "free some disk, or set TMPDIR to another one", needed=True)
-    return Finding(name, Status.OK, found, needed=True)
+        return Finding(name, Status.WARN, text, "free some disk, or set TMPDIR to another one", needed=True)
+    return Finding(name, Status.OK, text, needed=True)
 
 
 def _could_be_made(path: Path) -> bool:

@@ -63,25 +63,25 @@ def examine(limit: float = LIMIT) -> Generator[Finding, None, None]:
 
     def failed(name: str, error: WorkerError) -> Finding:
         check = APART[name]
-        found = str(error)
+        text = str(error)
         if isinstance(error, WorkerLate):
-            found = f"no answer in {limit:.0f} s"
+            text = f"no answer in {limit:.0f} s"
         elif isinstance(error, WorkerLost):
-            found = f"its process ended {error.how}"
-        return Finding(check.name, Status.FAIL, found, check.advice, check.needed)
+            text = f"its process ended {error.how}"
+        return Finding(check.name, Status.FAIL, text, check.advice, check.needed)
 
     for check in HERE:
         yield _checked(check)
     terms = Terms(limit, LIMIT, uses=1, attempts=1)
     factory = Processes(variables={"OMP_NUM_THREADS": "1"})
-    waiting = dict(enumerate(APART))
+    unfinished = dict(enumerate(APART))
     with WorkerPool(factory, Examiner, len(APART), terms=terms) as pool:
         try:
             for number, finding in pool.work(iter(APART), fallback=failed):
-                del waiting[number]
+                del unfinished[number]
                 yield finding
         except WorkerError as error:
-            for name in waiting.values():
+            for name in unfinished.values():
                 yield failed(name, error)
 
 
@@ -90,8 +90,8 @@ def _checked(check: Check) -> Finding:
     try:
         return check.run()
     except Exception as error:
-        found = f"{type(error).__name__}: {one_line(error)}"
-        return Finding(check.name, Status.FAIL, found, check.advice, check.needed)
+        text = f"{type(error).__name__}: {one_line(error)}"
+        return Finding(check.name, Status.FAIL, text, check.advice, check.needed)
 
 
 class Examiner:

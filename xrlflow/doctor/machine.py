@@ -39,33 +39,31 @@ def threads(root: Path = ROOT) -> Finding:
         parts.append(f"{permitted.cpus:g} processors by quota (control groups, {_versions(permitted)})")
     if permitted.throttled:
         parts.append(f"stopped in {permitted.throttled} of {permitted.periods} periods")
-    found = ", ".join(parts)
+    text = ", ".join(parts)
     if permitted.cpus is not None and permitted.cpus < 1:
         advice = (
             "with less than one processor, every measurement is disturbed: give the container one or more"
         )
-        return Finding("threads", Status.WARN, found, advice)
+        return Finding("threads", Status.WARN, text, advice)
     if permitted.throttled > _THROTTLED * max(permitted.periods, 1):
         advice = "measurements are disturbed: give the container whole processors (docker: --cpuset-cpus 0-3)"
-        return Finding("threads", Status.WARN, found, advice)
-    return Finding("threads", Status.OK, found)
+        return Finding("threads", Status.WARN, text, advice)
+    return Finding("threads", Status.OK, text)
 
 
 def load() -> Finding:
     """How much other programs use the processors now. Takes a quarter of a second, in which this process sleeps."""
     before = system_load.read()
     time.sleep(_LOOK)
-    seen = system_load.judge(before, system_load.read(), default_threads())
+    judged = system_load.judge(before, system_load.read(), default_threads())
     average = os.getloadavg()[0]
-    found = (
-        f"other programs use {seen.other:.1f} of {seen.cpus} processors, {average:.1f} on average of a minute"
-    )
-    if seen.steal > 0.02:
-        found += f"; {seen.steal:.2f} are given to other virtual machines"
-    if seen.disturbed:
+    text = f"other programs use {judged.other:.1f} of {judged.cpus} processors, {average:.1f} on average of a minute"
+    if judged.steal > 0.02:
+        text += f"; {judged.steal:.2f} are given to other virtual machines"
+    if judged.disturbed:
         advice = "measurements take longer and are less certain: stop other programs, or use fewer --threads"
-        return Finding("load", Status.WARN, found, advice)
-    return Finding("load", Status.OK, found)
+        return Finding("load", Status.WARN, text, advice)
+    return Finding("load", Status.OK, text)
 
 
 def frequency(root: Path = ROOT) -> Finding:
@@ -76,30 +74,30 @@ def frequency(root: Path = ROOT) -> Finding:
             governors[text] += 1
     if not governors:
         return Finding("frequency", Status.OK, "not readable here, as in most virtual machines")
-    found = "governor " + ", ".join(f"{name} ({count})" for name, count in sorted(governors.items()))
+    description = "governor " + ", ".join(f"{name} ({count})" for name, count in sorted(governors.items()))
     boost = {"0": "off", "1": "on"}.get(_text(root / "sys/devices/system/cpu/cpufreq/boost"))
     turbo = {"0": "on", "1": "off"}.get(_text(root / "sys/devices/system/cpu/intel_pstate/no_turbo"))
-    if said := boost or turbo:
-        found += f", boost {said}"
+    if state := boost or turbo:
+        description += f", boost {state}"
     if set(governors) != {"performance"}:
         advice = "for steadier measurements: sudo cpupower frequency-set -g performance"
-        return Finding("frequency", Status.WARN, found, advice)
-    return Finding("frequency", Status.OK, found)
+        return Finding("frequency", Status.WARN, description, advice)
+    return Finding("frequency", Status.OK, description)
 
 
 def memory(root: Path = ROOT) -> Finding:
     """The free memory of the machine, within the limit of the control group."""
     machine = psutil.virtual_memory()
     permitted = limits(root)
-    free, found = machine.available, f"{_gib(machine.available)} free of {_gib(machine.total)}"
+    free, text = machine.available, f"{_gib(machine.available)} free of {_gib(machine.total)}"
     if permitted.memory is not None and permitted.memory < machine.total:
         free = min(free, permitted.memory - (permitted.used or 0))
-        found += f"; {_gib(free)} free of {_gib(permitted.memory)} by the limit of the control group"
+        text += f"; {_gib(free)} free of {_gib(permitted.memory)} by the limit of the control group"
     if free < _LITTLE:
         return Finding(
-            "memory", Status.WARN, found, "large models will not fit: free some, or raise the limit"
+            "memory", Status.WARN, text, "large models will not fit: free some, or raise the limit"
         )
-    return Finding("memory", Status.OK, found)
+    return Finding("memory", Status.OK, text)
 
 
 def _versions(permitted: Limits) -> str:

@@ -47,24 +47,24 @@ _KERNELS = "pip install 'xrlflow[tvm]' installs what makes kernels; without, res
 
 def packages() -> Finding:
     """The versions of the packages that xrlflow needs."""
-    found = [f"Python {platform.python_version()}"]
+    versions = [f"Python {platform.python_version()}"]
     for name in _PACKAGES:
         try:
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:  # it is importable, but was not installed
-            found.append(f"{name} (on the path)")
-    return Finding("packages", Status.OK, ", ".join(found))
+            versions.append(f"{name} (on the path)")
+    return Finding("packages", Status.OK, ", ".join(versions))
 
 
 def extras() -> Finding:
     """Which extras are installed. All are optional."""
     lacking = {name: missing for name, extra in EXTRAS.items() if (missing := _missing(extra.modules))}
     have = ", ".join(name for name in EXTRAS if name not in lacking) or "none"
-    found = f"installed: {have}"
+    text = f"installed: {have}"
     if lacking:
-        found += "; not: " + ", ".join(f"{name} ({EXTRAS[name].purpose})" for name in lacking)
+        text += "; not: " + ", ".join(f"{name} ({EXTRAS[name].purpose})" for name in lacking)
     advice = f"pip install 'xrlflow[{','.join(lacking)}]' installs the rest" if lacking else ""
-    return Finding("extras", Status.OK, found, advice)
+    return Finding("extras", Status.OK, text, advice)
 
 
 def onnx_runtime() -> Finding:
@@ -99,8 +99,10 @@ def agent() -> Finding:
     state, cost = RewriteState.start(graph, library, prices.delta), prices.cost(graph)
     candidates = choices(state)
     situation = Situation(state, candidates, cost, cost)
-    answer = Network(parameters).log_probs([Featuriser(parameters.vocabulary, prices)(situation)])
-    if len(answer) != len(candidates) + 1 or not math.isclose(sum(map(math.exp, answer)), 1.0, rel_tol=1e-3):
+    log_probs = Network(parameters).log_probs([Featuriser(parameters.vocabulary, prices)(situation)])
+    if len(log_probs) != len(candidates) + 1 or not math.isclose(
+        sum(map(math.exp, log_probs)), 1.0, rel_tol=1e-3
+    ):
         advice = "reinstall xrlflow, or search without it: --search greedy"
         return Finding("agent", Status.FAIL, "it gives no probabilities", advice, needed=True)
     return Finding("agent", Status.OK, f"answers, with {len(library.rules)} rules", needed=True)
@@ -108,12 +110,12 @@ def agent() -> Finding:
 
 def compiler() -> Finding:
     """Whether there is a C compiler, which linking kernels needs."""
-    found = next(filter(None, map(shutil.which, ("cc", "gcc"))), None)
-    if found is None:
+    path = next(filter(None, map(shutil.which, ("cc", "gcc"))), None)
+    if path is None:
         return Finding(
             "C compiler", Status.WARN, "none", "kernels need one: apt install gcc, or use --portable"
         )
-    return Finding("C compiler", Status.OK, found)
+    return Finding("C compiler", Status.OK, path)
 
 
 def kernels() -> Finding:

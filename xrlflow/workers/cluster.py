@@ -96,9 +96,9 @@ class Cluster:
         options = self._resources(kind)
         actor: Any = ray.remote(RemoteWorker)
         actor = actor.options(**options).remote()
-        made = RayWorker(self, actor, make, name, kind)
-        self._open[id(made)] = made
-        return made
+        new = RayWorker(self, actor, make, name, kind)
+        self._open[id(new)] = new
+        return new
 
     def replied(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
         """See `WorkerFactory.replied`. A worker that is lost counts as one that replied."""
@@ -182,7 +182,7 @@ class Cluster:
             self._rejoin()
             return
         for worker in workers:
-            worker.look()
+            worker.check_started()
 
     def _rejoin(self) -> None:
         """Wait until there is a cluster at the address again, and join it. All earlier workers are lost."""
@@ -243,7 +243,7 @@ class RayWorker:
     def release(self) -> None:
         """Nothing to prepare: Ray ends workers one by one."""
 
-    def look(self) -> None:
+    def check_started(self) -> None:
         """Give the worker up if it has waited too long for a core that other programs use."""
         if self._greeting is None or self.kind is Kind.MEASURE or time.monotonic() < self._begun + _START:
             return
@@ -347,13 +347,13 @@ def _mode_of(address: str) -> str:
     A separate process tries to connect, because without a working cluster Ray waits for minutes, or ends the process.
     If the user has set the mode, that is the result.
     """
-    given = os.environ.get(_MODE)
-    for mode in ("disabled", "token") if given is None else (given,):
-        said = _try(address, mode)
-        if said is None:
+    mode_by_user = os.environ.get(_MODE)
+    for mode in ("disabled", "token") if mode_by_user is None else (mode_by_user,):
+        error = _try(address, mode)
+        if error is None:
             return mode
-        if _REFUSED not in said:
-            raise ClusterError(f"the Ray cluster {address} cannot be used: {_gist(said)}")
+        if _REFUSED not in error:
+            raise ClusterError(f"the Ray cluster {address} cannot be used: {_gist(error)}")
     raise ClusterError(
         f"the Ray cluster {address} asks for its token: copy the head's ~/.ray/auth_token to this machine"
     )

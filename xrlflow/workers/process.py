@@ -255,11 +255,11 @@ def last_words(log: IO[bytes]) -> str:
     """The last error in a log, or its last line, as one line."""
     log.seek(max(log.seek(0, os.SEEK_END) - _LAST, 0))
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    found = next((number for number in reversed(range(len(lines))) if _gist(lines[number])), None)
-    if found is None:
+    at = next((number for number in reversed(range(len(lines))) if _gist(lines[number])), None)
+    if at is None:
         return shortened(printable(lines[-1]), LONGEST) if lines else ""
-    more = [line for line in lines[found + 1 : found + 2] if line.lstrip().startswith("what():")]
-    return shortened(printable(" ".join([_gist(lines[found]), *more])), LONGEST)
+    more = [line for line in lines[at + 1 : at + 2] if line.lstrip().startswith("what():")]
+    return shortened(printable(" ".join([_gist(lines[at]), *more])), LONGEST)
 
 
 LONGEST = 300
@@ -268,8 +268,8 @@ LONGEST = 300
 
 def _gist(line: str) -> str:
     """The error that a line of output reports; "" if it reports none."""
-    if found := _GLOG.match(line):
-        return found[1]
+    if match := _GLOG.match(line):
+        return match[1]
     return line if _FATAL.match(line) else ""
 
 
@@ -308,9 +308,9 @@ class Processes(Local):
         folder = tempfile.mkdtemp(prefix="xrlflow-worker-") if self._patience else ""
         process = Started(serving.serve, self._variables, folder, self._patience)
         connection: Connection[Any, Any] = Connection(process.socket.detach())
-        made = pickle.dumps(make, pickle.HIGHEST_PROTOCOL)
+        pickled = pickle.dumps(make, pickle.HIGHEST_PROTOCOL)
         with contextlib.suppress(OSError):
-            connection.send(_modules(name, b"__main__" in made))
+            connection.send(_modules(name, b"__main__" in pickled))
         return ProcessWorker(process, connection, make, name, self._patience)
 
 
@@ -326,8 +326,8 @@ class Forks(Local):
         super().__init__()
         self.folder = tempfile.mkdtemp(prefix="xrlflow-worker-")
         with open(os.path.join(self.folder, serving.PREPARE), "wb") as file:
-            made = pickle.dumps(prepare, pickle.HIGHEST_PROTOCOL)
-            file.write(pickle.dumps(_modules("forks", b"__main__" in made)) + made)
+            pickled = pickle.dumps(prepare, pickle.HIGHEST_PROTOCOL)
+            file.write(pickle.dumps(_modules("forks", b"__main__" in pickled)) + pickled)
         self.server = Started(serving.serve_forks, variables or {}, self.folder)
         self._owner = os.getpid()
 
@@ -379,5 +379,5 @@ class _Forked:
 def _modules(name: str, main: bool) -> dict[str, Any]:
     """The module path for the worker. `main`: with this process's own main module, if the handler is defined there."""
     keys = ("sys_path", "init_main_from_name", "init_main_from_path") if main else ("sys_path",)
-    found = spawn.get_preparation_data(name)
-    return {key: found[key] for key in keys if key in found}
+    data = spawn.get_preparation_data(name)
+    return {key: data[key] for key in keys if key in data}

@@ -194,8 +194,8 @@ def _fork(requests: socket.socket, connection: int, log: int) -> None:
 def _reap(process: int, patience: float) -> int:
     end = time.monotonic() + patience
     while True:
-        found, status = os.waitpid(process, os.WNOHANG)
-        if found:
+        pid, status = os.waitpid(process, os.WNOHANG)
+        if pid:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() >= end:
             os.kill(process, signal.SIGKILL)
