@@ -1,7 +1,7 @@
 """Orders of compiler passes: a protocol for compilers, an environment over it, and two compilers.
 
-`compiler` is the protocol. `xla` runs XLA's HLO passes (the extra `xla`), `rules` our rewrite rules on ONNX graphs.
-`environment` needs Gymnasium (the extra `train`). Importing this package loads none of them.
+`compiler` is the protocol. `xla` runs XLA's HLO passes (the extra `xla`), `rules` applies rewrite rules to ONNX graphs.
+`environment` needs Gymnasium (the extra `train`). Importing this package loads none of these modules.
 """
 
 from xrlflow.passes.compiler import (

@@ -1,7 +1,8 @@
-"""Agents that choose passes: networks over the observations of `PassEnv`, their files, and how they play.
+"""Agents that choose passes: networks over the observations of `PassEnv`, and their files.
 
-Two networks can be had. Both see the figures of the module, its opcodes, its functions, the passes applied so far and
-the mask; the second one sees the graph of instructions in addition. An agent belongs to a list of passes and opcodes.
+There are two networks. Both see the figures of the module, its opcodes, its functions, the passes applied so far and
+the mask; the second one also sees the graph of instructions. An agent works only with the passes and opcodes that it
+was created for.
 """
 
 from __future__ import annotations
@@ -25,46 +26,43 @@ from xrlflow.passes.environment import COMPUTATIONS, FIGURES, HISTORY, Configura
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 KIND = "passes agent"
-# Figures (log2 of operations, bytes and flops, relative operations, horizon left, log2 of functions) are brought to
-# about 1 by these factors. A count of 255 becomes 1.
+# Factors that scale the figures (log2 of operations, bytes and flops, relative operations, horizon left, log2 of
+# functions) to about 1, and those of counts, so that a count of 255 becomes 1.
 _FIGURES = (0.1, 0.04, 0.04, 1.0, 1.0, 0.2)
 _COUNTS = 0.125
-_RECENT = 8  # numbers of an embedded pass of the history
-# The greatest sizes that an agent may have.
+_RECENT = 8  # the size of the embedding of a pass in the history
+# Limits on the sizes of an agent.
 _MOST = {"width": 4096, "graph_width": 1024, "rounds": 64, "horizon": 1_000_000}
 _NODES, _KINDS = 6, 8  # features of an instruction; kinds of edges (see `ModuleGraph`)
 
 
 class Network(Enum):
-    """What an agent sees of a module. COUNTS: histograms. GRAPH: its instructions and their edges, too."""
+    """What an agent sees of a module."""
 
-    COUNTS = "counts"
-    GRAPH = "graph"
+    COUNTS = "counts"  # histograms
+    GRAPH = "graph"  # histograms, and the instructions with their edges
 
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """`width` of the hidden layers; the graph's vectors have `graph_width` numbers and pass `rounds` of messages.
-
-    `masking` and `horizon` are those of the episodes that the agent is made for.
-    """
+    """The sizes of an agent's network, and the episodes that it is for."""
 
     network: Network = Network.COUNTS
-    width: int = 128
-    graph_width: int = 32
-    rounds: int = 3
+    width: int = 128  # of the hidden layers
+    graph_width: int = 32  # of the vectors of instructions
+    rounds: int = 3  # of messages between instructions
     masking: Masking = Masking.KNOWN
     horizon: int = 25
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is no size: a file may say anything."""
+        """Raise ValueError for an invalid size, which a damaged file may have."""
         for name, most in _MOST.items():
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"an agent's {name} is an integer of 1 to {most}, not {value!r}")
 
     def episode(self, **changes: Any) -> Configuration:
-        """The configuration of environments for this agent."""
+        """The configuration of environments for this agent, with `changes`."""
         graph = self.network is Network.GRAPH
         return Configuration(horizon=self.horizon, masking=self.masking, graph=graph, **changes)
 
@@ -92,19 +90,20 @@ class Agent(nn.Module):
         self.value = orthogonal(nn.Linear(width, 1), 1.0)
 
     def evaluate(self, observations: Sequence[Observation]) -> tuple[SegmentCategorical, Tensor]:
-        """For each of B observations the distribution over passes and stop, and its value [B]."""
+        """For B observations: the distributions over passes and stop, and the values [B]."""
         logits, values = self.scores(observations)
         counts = torch.full((len(observations),), logits.shape[1])
         return SegmentCategorical.of(logits.flatten(), counts), values
 
     def scores(self, observations: Sequence[Observation]) -> tuple[Tensor, Tensor]:
-        """Scores of passes and stop [B, P + 1], -inf where the mask is 0, and values [B]."""
+        """For B observations: the scores of passes and stop [B, P + 1], -inf where the mask is 0, and the values
+        [B]."""
         hidden = self.body(self._collated(observations))
         allowed = torch.from_numpy(np.stack([o["action_mask"] for o in observations])).bool()
         return self.policy(hidden).masked_fill(~allowed, float("-inf")), self.value(hidden).squeeze(-1)
 
     def _collated(self, observations: Sequence[Observation]) -> Tensor:
-        """The inputs of the body [B, ...]."""
+        """The observations as the input of the network [B, ...]."""
 
         def stacked(name: str) -> Tensor:
             return torch.from_numpy(np.stack([o[name] for o in observations]))
@@ -122,11 +121,11 @@ class Agent(nn.Module):
         return torch.cat(parts, 1)
 
     def fits(self, compiler: Compiler) -> bool:
-        """Whether the compiler has the passes and opcodes that the agent was made for."""
+        """Whether the compiler has the passes and opcodes that the agent was created for."""
         return (self.passes, self.opcodes) == (compiler.passes, compiler.opcodes)
 
     def check(self, compiler: Compiler) -> None:
-        """Raise CheckpointError if the compiler has other passes or opcodes than the agent was made for."""
+        """Raise CheckpointError if the compiler has other passes or opcodes than the agent was created for."""
         for what, mine, theirs in (
             ("passes", self.passes, compiler.passes),
             ("opcodes", self.opcodes, compiler.opcodes),
@@ -152,7 +151,7 @@ class Agent(nn.Module):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Agent:
-        """Read an agent. Raises CheckpointError if the file holds none, or a damaged one."""
+        """Read an agent. Raises CheckpointError if the file is damaged, or has no agent."""
         checkpoint = load_checkpoint(path, KIND)
         held = checkpoint.config
         try:
@@ -176,7 +175,7 @@ class Agent(nn.Module):
 
 
 def _empty(passes: Sequence[str], opcodes: Sequence[str], config: AgentConfig) -> Agent:
-    """An agent without memory for its weights, whose sizes cost nothing: they may be those of a damaged file."""
+    """An agent whose weights have no memory yet, since a damaged file may ask for huge sizes."""
     with torch.device("meta"):
         return Agent(passes, opcodes, config)
 
@@ -189,14 +188,15 @@ def _names(held: Mapping[str, Any], what: str) -> list[str]:
 
 
 def random_agent(compiler: Compiler, config: AgentConfig = AgentConfig(), seed: int = 0) -> Agent:
-    """An agent before any training."""
+    """An agent with random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Agent(compiler.passes, compiler.opcodes, config)
 
 
 class GraphEncoder(nn.Module):
-    """Vectors of modules from their instructions: messages from operands to readers and back, then mean and maximum."""
+    """Encodes modules as vectors: messages from operands to readers and back, then the mean and maximum over
+    instructions."""
 
     def __init__(self, opcodes: int, width: int, rounds: int) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class GraphEncoder(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(rounds))
 
     def forward(self, graphs: Sequence[Any]) -> Tensor:
-        """B graphs of Gymnasium (see `PassEnv`) -> [B, 2 * width]."""
+        """B graphs of Gymnasium (see `PassEnv`) -> vectors [B, 2 * width]."""
         joined = _Joined.of(graphs)
         hidden = torch.relu(self.opcode(joined.opcode) + self.features(joined.x))
         for kinds, change, norm in zip(self.kinds, self.updates, self.norms):
@@ -224,7 +224,7 @@ class GraphEncoder(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
-    """B graphs as one: N instructions with their opcode, features and graph, E edges."""
+    """B graphs as one: N instructions, each with its opcode, its features and the number of its graph; E edges."""
 
     opcode: Tensor
     x: Tensor
@@ -248,7 +248,7 @@ class _Joined:
 
 
 def _mean(rows: Tensor, index: Tensor, count: int) -> Tensor:
-    """The mean of the rows of each index [count, width]; 0 where there is none."""
+    """The mean of the rows with each index [count, width]; 0 for an index without rows."""
     total = rows.new_zeros(count, rows.shape[1]).index_add(0, index, rows)
     number = torch.bincount(index, minlength=count).clamp(min=1)
     return total / number[:, None]

@@ -1,7 +1,7 @@
-"""What passes made of modules, on disk: a pass on a module that any earlier run has seen takes no compiler.
+"""A cache on disk of what passes turn modules into, so that a pass runs only once on a module, whatever the run.
 
-A bounded SQLite file that processes share (see `SharedFile`). Modules are kept compressed, once each. Rows have a
-checksum, as SQLite has none: one that a disk has damaged counts as missing.
+It is a bounded SQLite file that processes share (see `SharedFile`). Each module is stored once, compressed. Rows have a
+checksum, which SQLite lacks: a row that the disk has damaged counts as missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xrlflow.passes.compiler import Module, Summary
 from xrlflow.storage.sqlite import Layout, SharedFile, cache_directory
 
 VERSION = 1
-_PATIENCE = 20.0  # seconds that a writer waits for another process
+_PATIENCE = 20.0  # seconds that a writer waits while another process writes
 _PUT = "INSERT OR REPLACE INTO result"
 _LAYOUT = Layout(
     (
@@ -32,20 +32,22 @@ _LAYOUT = Layout(
     "result",
     _PUT,
 )
-# After so many new modules the size of the file is looked at.
+# After so many new modules the size of the file is checked.
 _LOOK = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a pass made of a module: the new digest (the old one if nothing changed), and why it failed."""
+    """The result of a pass on a module: the digest of the new module (or of the old one if nothing changed), and the
+    error."""
 
     after: str
     error: str | None = None
 
 
 class Cache:
-    """Outcomes of passes, and modules by their digest. `limit`: bytes of compressed modules, about; the oldest go."""
+    """Outcomes of passes, and modules by digest. `limit`: bytes of compressed modules, roughly; the oldest are
+    dropped."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None, limit: int = 1 << 30) -> None:
         """`path`: the file. By default it is `passes.sqlite` in the user's cache directory."""
@@ -55,7 +57,7 @@ class Cache:
         self._new = 0
 
     def outcome(self, compiler: str, before: str, name: str) -> Outcome | None:
-        """What is known of a pass on a module, or None."""
+        """The stored outcome of a pass on a module; None if there is none."""
         rows = self._file.read(
             "SELECT after, error FROM result WHERE compiler = ? AND before = ? AND pass = ?",
             (compiler, before, name),
@@ -67,7 +69,7 @@ class Cache:
         return None
 
     def module(self, compiler: str, digest: str) -> Module | None:
-        """A module by its digest; None if it is not kept. Its figures are those that this compiler gave it."""
+        """A stored module; None if there is none. Its figures are those that this compiler computed."""
         place = _place(compiler, digest)
         rows = self._file.read("SELECT summary, data FROM module WHERE digest = ?", (place,))
         if not rows:
@@ -77,11 +79,11 @@ class Cache:
             if (summary := _opened(sealed, place, zlib.crc32(data))) is None:
                 return None
             return Module(digest, zlib.decompress(data), _summary(summary))
-        except (zlib.error, ValueError, TypeError):  # damaged: the pass runs again, and the row is replaced
+        except (zlib.error, ValueError, TypeError):  # the row is damaged: the pass will run again
             return None
 
     def put(self, compiler: str, before: str, name: str, outcome: Outcome, module: Module | None) -> None:
-        """Keep an outcome, and the new module if there is one."""
+        """Store an outcome, and the new module if there is one."""
         if module is not None:
             data, place = zlib.compress(module.data, 3), _place(compiler, module.digest)
             summary = _sealed(json.dumps(astuple(module.summary)), place, zlib.crc32(data))
@@ -96,7 +98,7 @@ class Cache:
         self._file.write(f"{_PUT} VALUES (?, ?, ?, ?, ?)", (*key, _sealed(outcome.error or "", *key)))
 
     def prune(self) -> None:
-        """Drop the oldest modules beyond the limit, and outcomes that lead to none."""
+        """Drop the oldest modules beyond the limit, and outcomes whose modules were dropped."""
         self._file.write(
             "DELETE FROM module WHERE digest IN (SELECT digest FROM (SELECT digest, sum(bytes) OVER"
             " (ORDER BY taken DESC, digest) AS total FROM module) WHERE total > ?)",
@@ -113,31 +115,31 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all modules, compressed."""
+        """The compressed bytes of all modules."""
         return sum(
             int(total) for (total,) in self._file.read("SELECT coalesce(sum(bytes), 0) FROM module", ())
         )
 
     def close(self) -> None:
-        """Write what is not yet written, if that is possible now."""
+        """Write what is not written yet, unless another process writes now."""
         self._file.close()
 
 
 def _place(compiler: str, digest: str) -> str:
-    """The key of a module: another compiler may count otherwise."""
+    """The key of a module. It includes the compiler, as another one may count operations differently."""
     return f"{compiler} {digest}"
 
 
-_SEAL = 8  # letters
+_SEAL = 8  # hex digits of a checksum
 
 
 def _sealed(text: str, *parts: str | int) -> str:
-    """A text after the checksum of it and of the other parts of its row."""
+    """A text, preceded by a checksum of it and of the other parts of its row."""
     return f"{zlib.crc32(json.dumps([text, *parts]).encode()):08x}{text}"
 
 
 def _opened(sealed: object, *parts: Any) -> str | None:
-    """The text in what `_sealed` made; None if the row is damaged."""
+    """The text that `_sealed` was given; None if the row is damaged."""
     if not isinstance(sealed, str) or not all(isinstance(part, str | int) for part in parts):
         return None
     text = sealed[_SEAL:]

@@ -1,10 +1,10 @@
-"""The compiler protocol: what an environment, an agent or a benchmark of pass orders knows about a compiler.
+"""The compiler protocol: all that an environment, an agent or a benchmark of pass orders needs of a compiler.
 
-A compiler has numbered passes. `apply` runs one of them on a module and says what came of it; a pass may fail, or end
-the process that it runs in, and the module is then as it was. A `Module` is a frozen value that holds the program in
-the compiler's own format together with what agents and tables need to know of it, so it can be pickled, kept in a cache
-and compared by its digest. Two compilers are here: `xla.XlaCompiler` (HLO passes of jaxlib) and `rules.RuleCompiler`
-(ONNX graphs; a pass applies the rules of a family).
+A compiler has numbered passes. `apply` runs one of them on a module and returns the result; a pass may fail, or crash
+its process, and then the module stays as it was. A `Module` is a frozen value with the program in the compiler's own
+format and the figures that agents and tables use, so it can be pickled, cached and compared by its digest. There are
+two compilers: `xla.XlaCompiler` (HLO passes of jaxlib) and `rules.RuleCompiler` (ONNX graphs; a pass applies the rules
+of a family).
 
     with XlaCompiler() as compiler:
         module = compiler.load(text)
@@ -12,12 +12,12 @@ and compared by its digest. Two compilers are here: `xla.XlaCompiler` (HLO passe
             module = compiler.apply(module, name).module
         assert compiler.compare(first, module).equal
 
-What is promised of every compiler:
+Every compiler guarantees:
 
-- `load` is idempotent: the module that it returns is one that a pass may leave exactly as it is.
+- `load` returns a module in normal form: a pass without effect leaves it exactly as it is.
 - A pass is deterministic: the same module and pass give a module with the same digest. So results may be cached.
-- `Applied.changed` is false if and only if the digest is the same. A failed pass changes nothing.
-- Modules with one digest do the same. Different digests may do the same, too.
+- `Applied.changed` is False if and only if the digest is the same. A failed pass changes nothing.
+- Modules with one digest compute the same. Modules with different digests may do so, too.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ class CompilerError(ValueError):
 
 
 class Metric(Enum):
-    """What is to become less. OPERATIONS, BYTES (read and written) and FLOPS are counted; SECONDS are measured."""
+    """The figure of a module that orders of passes reduce."""
 
     OPERATIONS = "operations"
-    BYTES = "bytes"
+    BYTES = "bytes"  # read and written
     FLOPS = "flops"
-    SECONDS = "seconds"
+    SECONDS = "seconds"  # measured; the others are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of a module. `opcodes`: live instructions by kind. `computations`: operations of each function that is
-    used, the entry first and then the largest."""
+    """Figures of a module."""
 
     operations: int
     bytes_accessed: float
     flops: float
-    opcodes: tuple[tuple[str, int], ...]
-    computations: tuple[int, ...]
+    opcodes: tuple[tuple[str, int], ...]  # live instructions by kind
+    computations: tuple[
+        int, ...
+    ]  # operations of each function that is used: the entry, then the largest first
 
     def of(self, metric: Metric) -> float:
-        """The value of a counted metric. Raises ValueError for SECONDS, which a compiler measures."""
+        """The value of a counted metric. Raises ValueError for SECONDS, which `Compiler.seconds` measures."""
         match metric:
             case Metric.OPERATIONS:
                 return float(self.operations)
@@ -89,7 +90,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a pass made of a module. `error`: why it failed, in one line; the module is then the one given."""
+    """The result of a pass on a module. `error`: why it failed, in one line; then `module` is the one before."""
 
     module: Module
     changed: bool
@@ -98,29 +99,26 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The outputs of two modules on the same inputs. `worst`: the largest error as a multiple of what is allowed.
-
-    `compared`: the share of numbers that were compared. `difference`: what differs, in one line. `note`: a difference
-    that is no other than the original has to itself. `blind`: outputs of which no number was compared, because the
-    original has none there.
-    """
+    """A comparison of the outputs of two modules on the same inputs."""
 
     equal: bool
-    worst: float
-    compared: float
-    difference: str | None = None
-    note: str | None = None
-    blind: tuple[str, ...] = ()
+    worst: float  # the largest error as a multiple of the tolerance
+    compared: float  # the part of all numbers that were compared
+    difference: str | None = None  # what differs, in one line
+    note: str | None = None  # a difference that the original also has to itself
+    blind: tuple[
+        str, ...
+    ] = ()  # outputs without a compared number, as the original has only NaN or infinities there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleGraph:
-    """The live instructions of a module as a graph, ready for `torch_geometric.data.Data`.
+    """The live instructions of a module as a graph, in the format of `torch_geometric.data.Data`.
 
-    `opcode` int64 [N]: numbers in `Compiler.opcodes`; the last number + 1 is an unknown one. `x` float32 [N, 6]: log2
-    of (1 + elements), log2 of (1 + bytes), rank, whether it is the root of its function, of the entry, and the number
-    of readers (log2 of 1 + it). `edge_index` int64 [2, E]: from operands to readers, then from the roots of called
-    functions to their callers. `edge_kind` int64 [E]: the position of the operand, at most 6; 7 for a call.
+    `opcode` int64 [N]: indices in `Compiler.opcodes`; unknown ones have the last index + 1. `x` float32 [N, 6]: log2 of
+    (1 + elements), log2 of (1 + bytes), rank, 1 if it is the root of its function, 1 if it is in the entry, log2 of
+    (1 + readers). `edge_index` int64 [2, E]: from operands to readers, then from the roots of called functions to their
+    callers. `edge_kind` int64 [E]: the position of the operand, at most 6; 7 for a call.
     """
 
     opcode: npt.NDArray[np.int64]
@@ -130,11 +128,11 @@ class ModuleGraph:
 
 
 class Compiler(Protocol):
-    """A compiler whose passes can be run one by one. The module's docstring says what is promised."""
+    """A compiler whose passes can be run one by one. The module's docstring lists what it guarantees."""
 
     @property
     def name(self) -> str:
-        """The compiler and its version, for tables and caches."""
+        """The name and version of the compiler, for tables and caches."""
         ...
 
     @property
@@ -144,11 +142,11 @@ class Compiler(Protocol):
 
     @property
     def opcodes(self) -> tuple[str, ...]:
-        """The kinds of instructions that the compiler knows."""
+        """The kinds of instructions that programs may have."""
         ...
 
     def load(self, source: str | bytes) -> Module:
-        """Read a program. Raises CompilerError if it is none, and says where."""
+        """Read a program. Raises CompilerError, with the position of the error, if it is not valid."""
         ...
 
     def write(self, module: Module) -> str | bytes:
@@ -160,12 +158,12 @@ class Compiler(Protocol):
         ...
 
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
-        """Run each of several passes on the same module (not one after the other), at once where possible."""
+        """Run each of several passes on the same module (not one after the other), in parallel where possible."""
         ...
 
     def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
-        """The compiler's own order of the same passes, or of `names` among them, repeated until the number of
-        operations stays the same."""
+        """The module after the compiler's own order of the passes (or of `names` among them), repeated until the number
+        of operations stays the same."""
         ...
 
     def graph(self, module: Module) -> ModuleGraph:
@@ -175,22 +173,22 @@ class Compiler(Protocol):
     def compare(
         self, reference: Module, module: Module, seed: int = 0, inputs: Sequence[Arrays] = ()
     ) -> Comparison:
-        """Run both on the same inputs: random ones, and those that are given (each an array for each parameter).
+        """Run both on the same inputs: on random ones, and on `inputs` (each with an array for each parameter).
 
-        Raises CompilerError if one does not run, or inputs do not fit.
+        Raises CompilerError if a module does not run, or inputs do not fit.
         """
         ...
 
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
     ) -> list[tuple[float, ...]]:
-        """Measured seconds of each module, compiled in full. The modules take turns, so times at one position are a
-        pair."""
+        """Measured seconds of runs of each module, compiled in full. The runs are interleaved, so that times at the
+        same position form a pair."""
         ...
 
 
 def run(compiler: Compiler, module: Module, names: Sequence[str]) -> Module:
-    """A sequence of passes. One that fails is passed over."""
+    """The module after a sequence of passes. Those that fail are skipped."""
     for name in names:
         module = compiler.apply(module, name).module
     return module

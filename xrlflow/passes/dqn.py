@@ -1,7 +1,7 @@
-"""Deep Q-learning as a control, in one file.
+"""Deep Q-learning, for comparison with PPO, in one file.
 
-It is double (van Hasselt et al., 2016), with replay, a target network and epsilon-greedy exploration (Mnih et al.,
-2015). The network is that of `Agent`: its scores are the values of the actions. So files and play are the same.
+It is double Q-learning (van Hasselt et al., 2016) with replay, a target network and epsilon-greedy exploration (Mnih et
+al., 2015). The network is that of `Agent`, with the values of actions as its scores, so files and play are the same.
 """
 
 from __future__ import annotations
@@ -27,31 +27,27 @@ from xrlflow.passes.lessons import Lessons, Teaching, Trained, score
 
 @dataclass(frozen=True, slots=True)
 class DQNConfig:
-    """`steps` of the environment in all. Epsilon falls linearly to its last value in the first `explore` of them.
-
-    From step `begin` on, every `every` steps, a minibatch of `batch` transitions is learned from, out of the last
-    `memory`; the target network follows every `follow` steps. Rewards are multiplied by `reward_scale`.
-    """
+    """The parameters of deep Q-learning. Steps are those of the environment."""
 
     steps: int = 20_000
     seed: int = 0
     learning_rate: float = 5e-4
     gamma: float = 0.99
-    batch: int = 64
-    memory: int = 20_000
-    begin: int = 256
-    every: int = 2
-    follow: int = 500
-    epsilon: float = 0.05
-    explore: float = 0.5
-    reward_scale: float = 10.0
+    batch: int = 64  # transitions of a minibatch
+    memory: int = 20_000  # the latest transitions, from which minibatches are drawn
+    begin: int = 256  # the first step with learning
+    every: int = 2  # steps between minibatches
+    follow: int = 500  # steps between updates of the target network
+    epsilon: float = 0.05  # the final probability of a random action; it falls to this linearly
+    explore: float = 0.5  # during this part of the steps
+    reward_scale: float = 10.0  # rewards are multiplied by it
     max_grad_norm: float = 10.0
     evaluate_every: int = 2000
     teaching: Teaching = field(default_factory=Teaching)
     agent: AgentConfig = field(default_factory=AgentConfig)
 
     def rate(self, step: int) -> float:
-        """The probability of a random action."""
+        """The probability of a random action at a step."""
         gone = min(1.0, step / max(1.0, self.explore * self.steps))
         return 1.0 + (self.epsilon - 1.0) * gone
 
@@ -73,7 +69,7 @@ def train(
     deadline: float | None = None,
     logs: Logs | None = None,
 ) -> Trained:
-    """Train an agent by deep Q-learning. Returns the one that played the modules best.
+    """Train an agent by deep Q-learning. Returns the one with the best evaluation.
 
     Raises TrainingError if the loss is not finite.
     """
@@ -106,7 +102,7 @@ class _Run:
         self._observation: Observation | None = None
 
     def act(self) -> None:
-        """One step of the environment, and what is learned after it."""
+        """Take one step in the environment, and learn if it is time."""
         config = self.config
         if self._observation is None:
             self.lessons.progress = self.step / config.steps
@@ -129,7 +125,7 @@ class _Run:
             return int(self.online.scores([observation])[0][0].argmax())
 
     def learn(self) -> None:
-        """One minibatch. The online network chooses the next action, the target network values it."""
+        """Learn from one minibatch. The online network chooses the next action, the target network gives its value."""
         config = self.config
         drawn = [self.memory[i] for i in self.generator.integers(len(self.memory), size=config.batch)]
         following = [t.following for t in drawn]
@@ -149,7 +145,7 @@ class _Run:
         self.losses.append(float(loss.detach()))
 
     def _valued(self, drawn: Sequence[_Transition]) -> Tensor:
-        """The values of the actions that were taken [B]."""
+        """The online network's values of the actions in these transitions [B]."""
         scores, _ = self.online.scores([t.observation for t in drawn])
         return scores.gather(1, torch.tensor([[t.action] for t in drawn])).squeeze(1)
 

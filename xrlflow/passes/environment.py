@@ -3,17 +3,17 @@
 Actions 0 to P - 1 are the compiler's passes, in the order of `Compiler.passes`; action P stops. An observation is a
 dictionary of arrays:
 
-- `figures` float32 [6]: log2 of operations, bytes and flops (each 1 + it); operations relative to the first module; the
-  part of the horizon that is left; the number of functions (log2 of 1 + it).
-- `opcodes` float32 [K + 1]: log2 of (1 + live instructions of each kind); the last entry counts unknown kinds.
+- `figures` float32 [6]: log2 of (1 + operations), (1 + bytes), (1 + flops); operations relative to the first module;
+  the remaining part of the horizon; log2 of (1 + functions).
+- `opcodes` float32 [K + 1]: log2 of (1 + live instructions) of each kind; the last entry counts unknown kinds.
 - `computations` float32 [8]: log2 of (1 + operations) of the entry and of the next seven largest functions.
 - `applied` float32 [P]: log2 of (1 + how often each pass was applied in the episode).
-- `history` int64 [8]: the last passes, the latest first; P where there is none.
+- `history` int64 [8]: the latest passes, the last one first; P where there is none.
 - `action_mask` int8 [P + 1]: 0 for passes that are known to have no effect (see `Masking`).
-- `graph` (if the configuration says so): a `GraphInstance`; `nodes` float32 [N, 7] are the opcode's number and `x` of
-  `ModuleGraph`, `edges` float32 [E, 1] the kinds, `edge_links` [E, 2] operands and readers.
+- `graph` (if the configuration asks for it): a `GraphInstance`; `nodes` float32 [N, 7] are the opcode's number and `x`
+  of `ModuleGraph`, `edges` float32 [E, 1] the kinds, `edge_links` [E, 2] operands and readers.
 
-Information: `problem`, `module` (present), `best` (module with the least value so far), `value` and `initial` (of the
+Information: `problem`, `module` (present), `best` (module with the lowest value so far), `value` and `initial` (of the
 metric; relative if it is measured), `trace` (names of passes), `changed`, `error` (why the last pass failed), `mask`.
 """
 
@@ -37,7 +37,7 @@ from xrlflow.passes.compiler import Compiler, Metric, Module
 FIGURES = 6
 COMPUTATIONS = 8
 HISTORY = 8
-# Modules for which an environment remembers the passes without effect.
+# The number of modules whose passes without effect an environment remembers.
 _KNOWN = 100_000
 
 Observation: TypeAlias = dict[str, Any]
@@ -54,38 +54,35 @@ class SemanticsError(RuntimeError):
 
 
 class Masking(Enum):
-    """Which passes the mask leaves out. NONE: no pass. KNOWN: those that this environment has seen to have no effect on
-    the present module. ALL: all without effect; every pass is run on every module, so it is for compilers with a cache.
-    """
+    """Which passes the action mask excludes."""
 
     NONE = "none"
-    KNOWN = "known"
-    ALL = "all"
+    KNOWN = "known"  # those that this environment has observed to have no effect on the present module
+    ALL = "all"  # all without effect: every pass is run on every module, so the compiler should have a cache
 
 
 class Check(Enum):
-    """When the module is run and compared with the first one. A difference is logged. STEP: a step that changes what
-    the module computes is refused, as if the pass had failed. END: it is an error."""
+    """When the module is run and compared with the first one. Differences are logged."""
 
     NEVER = "never"
-    END = "end"
-    STEP = "step"
+    END = "end"  # a difference at the end of an episode is an error
+    STEP = "step"  # a step that changes what the module computes counts as a failed pass
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The form of an episode, which is cut off after `horizon` steps.
+    """The rules of episodes.
 
     The reward of a step is the reduction of the metric, relative to the first module: over an episode, rewards sum to
-    the relative reduction. With Metric.SECONDS all of it comes with the last step, from `repetitions` pairs of runs.
+    the relative reduction. With Metric.SECONDS the whole reward comes with the last step.
     """
 
     reward: Metric = Metric.OPERATIONS
-    horizon: int = 30
+    horizon: int = 30  # the greatest number of steps
     masking: Masking = Masking.KNOWN
     check: Check = Check.NEVER
     graph: bool = False
-    repetitions: int = 20
+    repetitions: int = 20  # pairs of runs to measure seconds
 
     def __post_init__(self) -> None:
         if self.horizon < 1 or self.repetitions < 1:
@@ -101,7 +98,7 @@ class Problem:
 
 
 class PassEnv(gymnasium.Env[Observation, np.int64]):
-    """Episodes over several problems. Each draws a problem, or takes the one named in `options={"problem": name}`."""
+    """Episodes over several problems. Each draws a problem, unless `options={"problem": name}` names one."""
 
     def __init__(
         self,
@@ -160,8 +157,8 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
         return self._observation(mask), self._information(mask)
 
     def step(self, action: np.int64 | int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Apply a pass or stop. Raises EpisodeError if the action does not exist, and SemanticsError if the result of
-        an episode is checked and computes something else than the first module."""
+        """Apply a pass, or stop. Raises EpisodeError if the action does not exist, and SemanticsError if a check at the
+        end of an episode finds that the module computes something else than the first one."""
         if not self._running:
             raise EpisodeError("no episode is running: call reset first")
         action = int(action)
@@ -189,7 +186,7 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
         return self._observation(mask), reward, terminated, truncated, information
 
     def _reward(self, before: Module, over: bool) -> tuple[float, float | None]:
-        """The reward of the last step, and the measured time relative to the first module's, if it was measured."""
+        """The reward of the last step, and the module's time relative to the first module's, if it was measured."""
         metric, first = self.configuration.reward, self._problem.module
         if metric is not Metric.SECONDS:
             if self._module.summary.of(metric) < self._best.summary.of(metric):
@@ -225,7 +222,7 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
         self._idle.setdefault(module.digest, set()).add(action)
 
     def _difference(self) -> str | None:
-        """What the module computes that the first one does not, which is logged; None if nothing."""
+        """How the outputs differ from the first module's; None if they do not. A difference is logged."""
         first = self._problem.module
         if self._module == first or (found := self.compiler.compare(first, self._module)).equal:
             return None
@@ -297,9 +294,9 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
 def first_difference(
     compiler: Compiler, module: Module, names: Sequence[str], seed: int = 0
 ) -> tuple[int, str] | None:
-    """The position of the first pass of a sequence after which the module computes something else, and what differs.
+    """The position of the first pass of a sequence after which the module computes something else, and the difference.
 
-    Raises CompilerError if a module does not run.
+    None if there is no such pass. Raises CompilerError if a module does not run.
     """
     present = module
     for position, name in enumerate(names):

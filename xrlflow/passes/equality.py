@@ -1,19 +1,20 @@
-"""Whether two modules compute the same: outputs on the same inputs.
+"""Whether two modules compute the same: their outputs on the same inputs.
 
-A pass may reorder sums and round constants. Where a result hangs on rounding (a gradient that is 0 but for rounding,
-divided by its own root), the outputs of two correct modules may have nothing in common, so no tolerance tells these
-from wrong ones. Hence there are two questions:
+A pass may reorder sums and round constants. Where a result consists of rounding errors (a gradient that is 0 up to
+rounding, divided by its own root), the outputs of two correct modules may have nothing in common, so no tolerance
+distinguishes them from wrong ones. Hence there are two questions:
 
-1. Do they compute the same in real numbers? Both run in float64, and each number must agree to 2e-6, and 1e-7 of its
-   tensor's largest. What differs by more must not differ by more than 64 times what the original itself moves, at this
-   number, when its inputs and constants move by one unit of float32 in the last place; for a pass may fold constants in
-   float32. That is bounded: where it would be more than 1% of the number and of its tensor's largest, nothing is
-   compared, and an output of which half or more is never compared, but for zeros, is not equal: it cannot be told.
-2. Do they in their own types? They must agree to a tolerance by type, or a tensor must be as close to that in float64
-   as the original is on inputs that are moved by one unit, to a factor of 8.
+1. Do they compute the same in real numbers? Both run in float64, and each number must agree to 2e-6, and to 1e-7 of its
+   tensor's largest. A greater difference is allowed up to 64 times the movement of this number: how much the original's
+   number changes when inputs and constants change by one unit of float32 in the last place (a pass may fold constants
+   in float32). The movement is bounded: where it would allow more than 1% of the number and of its tensor's largest,
+   the number is not compared. An output of which at least half is never compared, except for zeros, does not count as
+   equal.
+2. Do they compute the same in their own types? They must agree to a tolerance by type, or a tensor must be as close to
+   the float64 result as the original is on inputs changed by one unit, up to a factor of 8.
 
-A module without a counterpart in float64 has the second question alone, with the movement of the original on moved
-inputs, which may then allow 1% of a tensor's largest number at most: an output that moves by more is not equal.
+For a module without a counterpart in float64 there is only the second question, with the movement of the original on
+changed inputs. It may then allow at most 1% of a tensor's largest number: an output that moves by more is not equal.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from xrlflow.passes.compiler import Comparison, CompilerError
 
 Array: TypeAlias = npt.NDArray[Any]
 Outputs: TypeAlias = Sequence[Array]
-# By the draw of inputs.
+# For each draw of inputs.
 Draws: TypeAlias = Sequence[Outputs]
 
-# The relative error allowed, by the name of the type, as a part of the number and as a part of the largest number of
-# its tensor: passes reorder sums. Integers and truth values must be equal.
+# The relative error allowed, by the name of the type, as a part of the number and of the largest number of its tensor
+# (since passes reorder sums). Integers and booleans must be equal.
 RTOL = {
     "float64": 1e-9,
     "complex128": 1e-9,
@@ -42,14 +43,14 @@ RTOL = {
     "float16": 1e-2,
     "bfloat16": 5e-2,
 }
-# The same where both run in float64, and of the largest number: 16 units of float32, and one, for constants are rounded
-# to it.
+# The same where both run in float64: 16 units of float32 of the number, and one of the largest number, as constants are
+# rounded to float32.
 _WIDE, _WIDE_LARGEST = 2e-6, 2.0**-23
-# Larger numbers stand for infinity, as in masks: they do not say how large a tensor is.
+# Larger numbers stand for infinity, as in masks, and do not count as the largest number of a tensor.
 _ENDLESS = 1e30
-_FEW = 64.0  # times the movement at a number; few of the four times that it is observed, it is so small by chance
+_FEW = 64.0  # times the movement of a number. A movement is observed four times; few are so small by chance
 _OWN = 8.0  # times the movement of a tensor
-_MOST = 1e-2  # of the number and the largest number of its tensor: what movement may allow
+_MOST = 1e-2  # of the number and of the largest number of its tensor: the limit on what movement may allow
 
 
 def compared(
@@ -62,10 +63,10 @@ def compared(
 ) -> Comparison:
     """Compare the outputs on each draw of inputs.
 
-    Numbers that are not finite must be so in both. `slack`: the error that is allowed beside, for each number; what has
-    an infinite one is not compared. `wide`: both ran in float64. `decides`: an output that is never compared in more
-    than half, but for zeros, is not equal. `named`: outputs of the types to name, if those of the reference are others.
-    Raises CompilerError if nothing is compared, because the reference has no numbers.
+    Numbers that are not finite must be so in both. `slack`: an additional error allowed for each number; numbers for
+    which it is infinite are not compared. `wide`: both ran in float64. `decides`: an output of which at least half is
+    never compared, except for zeros, is not equal. `named`: outputs of the types for messages, if the reference has
+    others. Raises CompilerError if nothing is compared, because the reference has only NaN and infinities.
     """
     worst, seen, total = 0.0, 0, 0
     blind: dict[str, bool] = {}
@@ -84,7 +85,7 @@ def compared(
             total += expected.size
             if decides and expected.size and np.isinf(free).mean() >= 0.5:
                 unclear.setdefault(name, True)
-            elif _is_exact(expected) or largest(_real(expected)) > 0.0:  # zeros tell little
+            elif _is_exact(expected) or largest(_real(expected)) > 0.0:  # equal zeros are no evidence
                 unclear[name] = False
             here = int((~np.isnan(_real(expected)) & np.isfinite(free)).sum())
             seen += here
@@ -104,7 +105,7 @@ def compared(
 
 
 def _error(expected: Array, actual: Array, slack: Array, wide: bool) -> tuple[float, int]:
-    """The largest error as a multiple of what is allowed, and its position."""
+    """The largest error as a multiple of the tolerance, and its position."""
     if expected.size == 0:
         return 0.0, 0
     looked = np.isfinite(slack)
@@ -128,13 +129,13 @@ def _error(expected: Array, actual: Array, slack: Array, wide: bool) -> tuple[fl
 
 
 def largest(array: Array) -> float:
-    """The largest magnitude of a tensor that does not stand for infinity; 0 if there is none."""
+    """The largest magnitude in a tensor, without numbers that stand for infinity; 0 if there is none."""
     sizes = np.abs(array)
     return float(sizes.max(where=sizes < _ENDLESS, initial=0.0))
 
 
 def _real(array: Array) -> Array:
-    """An array in float64 or complex128. A text counts as 1: it is compared, and is never no number."""
+    """An array in float64 or complex128. A string counts as 1, so it is compared and is never NaN."""
     if array.dtype.kind in "OSU":
         return np.ones(array.shape)
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
@@ -145,8 +146,8 @@ def _is_exact(array: Array) -> bool:
 
 
 def movement(still: Draws, moved: Sequence[Draws]) -> list[list[Array]]:
-    """How far each number moves at most, from `still` to each of several runs; infinitely to what is not finite. An
-    integer that moves at all has an infinite one."""
+    """The movement of each number: the greatest change from `still` to any of `moved`. It is infinite where a number
+    becomes NaN or infinite, and for integers that change at all."""
 
     def of(first: Array, others: Sequence[Array]) -> Array:
         if _is_exact(first):
@@ -164,7 +165,7 @@ def movement(still: Draws, moved: Sequence[Draws]) -> list[list[Array]]:
 
 
 def _other(a: Array, b: Array) -> Array:
-    """Where exact numbers are not the same. Floats of 8 bits are among them: two that are no numbers are the same."""
+    """A mask of exact numbers that differ. Among them are floats of 8 bits, of which two NaN count as the same."""
     other: Array = (a != b) & ~((a != a) & (b != b))
     return other
 
@@ -177,8 +178,8 @@ def _same(a: Array, b: Array) -> Array:
 def in_reals(
     expected: Draws, found: Draws, moved: Callable[[], Sequence[Draws]], named: Outputs | None = None
 ) -> Comparison:
-    """The first question: outputs in float64. `moved`: those of the original with moved inputs and constants, which is
-    asked if the outputs differ. `named`: as for `compared`."""
+    """The first question: outputs in float64. `moved`: computes those of the original with changed inputs and
+    constants; called only if the outputs differ. `named`: as for `compared`."""
     plain = compared(expected, found, wide=True, named=named)
     if plain.equal:
         return plain
@@ -193,7 +194,7 @@ def in_types(
     expected: Draws, found: Draws, exact: Draws | None, moved: Callable[[], Sequence[Draws]]
 ) -> Comparison:
     """The second question: outputs in the types of the module. `exact`: those of the original in float64, if it has a
-    counterpart; `moved`: those of the original on moved inputs, which is asked if the outputs differ."""
+    counterpart; `moved`: computes those of the original on changed inputs; called only if the outputs differ."""
     plain = compared(expected, found)
     if plain.equal or not alike(expected, found):
         return plain
@@ -211,8 +212,8 @@ def in_types(
 
 
 def _of_tensor(array: Array, moves: Array, rtol: float | None, bounded: bool) -> Array:
-    """The error that is allowed for each number of a tensor, from how far its numbers move; infinite where finite
-    numbers become others. `bounded`: nothing of a tensor that moves too far is compared."""
+    """The error allowed for each number of a tensor, from the movement of all; infinite where finite numbers become NaN
+    or infinite. `bounded`: no number of a tensor that moves too far is compared."""
     if rtol is None:
         return np.full(array.shape, np.inf if moves.size and np.isinf(moves).any() else 0.0)
     most, scale = largest(moves), largest(array)

@@ -1,7 +1,7 @@
-"""HLO modules as serialized protocol buffers, read without jaxlib: a digest, counts, and the graph of the instructions.
+"""Reads HLO modules, as serialized protocol buffers, without jaxlib: digests, counts, and graphs of the instructions.
 
-Only the fields that are needed are declared (numbers: openxla/xla, `xla/service/hlo.proto` and `xla/xla_data.proto`);
-all others are kept as they are, so that the digest covers them.
+Only the fields that are used are declared (numbers: openxla/xla, `xla/service/hlo.proto` and `xla/xla_data.proto`);
+all others are preserved unread, so that the digest covers them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from xrlflow.passes.compiler import CompilerError, ModuleGraph
 # Bytes of an element by the number of its type (`PrimitiveType`). Types of less than a byte count as one.
 _WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
 _TUPLE = 13
-# Instructions that hold or hand on values, and compute nothing.
+# Instructions that hold or pass on values, and compute nothing.
 BOOKKEEPING = frozenset({"parameter", "constant", "tuple", "get-tuple-element"})
 _EFFECTS = frozenset(
     {"send", "send-done", "recv", "recv-done", "infeed", "outfeed", "rng-get-and-update-state", "domain"}
 )
-# Fields of an instruction that say how it is called or where it is from, or that the digest covers by other means.
+# Fields of an instruction that hold names or origins, or that the digest covers in another form.
 _UNNAMED = (
     *("name", "id", "operand_ids", "called_computation_ids", "control_predecessor_ids", "metadata"),
     *("original_value", "statistics_viz"),
@@ -105,13 +105,13 @@ _MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
         ("result", 2, _MESSAGE, False, "Shape"),
     ),
 }
-# Fields of a module that are its computations, or say how it is called, or that XLA makes anew each time. What is left
-# belongs to its digest: which inputs give their memory to outputs, shardings, and the like.
+# Fields of a module that are its computations, hold names, or that XLA changes in each compilation. The digest covers
+# all others: which inputs give their memory to outputs, shardings, and the like.
 _APART = (
     *("name", "entry_computation_name", "computations", "host_program_shape", "id", "entry_computation_id"),
     *("schedule", "profile_info", "stack_frame_index"),
 )
-# What is read and changed beside that, but for digests (they depend on which fields are declared).
+# Further fields, which are read and changed but not declared for digests (these depend on the declarations).
 _FURTHER: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
     "Indexing": (("start_index_map", 3, _INT, True, ""), ("index_vector_dim", 4, _INT, False, "")),
     "Literal": (
@@ -138,7 +138,7 @@ _FURTHER: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
 
 @cache
 def _module_class(full: bool) -> Any:
-    """The message class of modules, made from the first table above, or from both."""
+    """The protobuf message class of modules, built from the first table above, or (`full`) from both."""
     from google.protobuf import (  # type: ignore[import-untyped]
         descriptor_pb2,
         descriptor_pool,
@@ -165,9 +165,9 @@ def _module_class(full: bool) -> Any:
 
 
 def parse(proto: bytes, full: bool = False) -> Any:
-    """The message of a serialized HloModuleProto. Raises CompilerError if the bytes are none.
+    """The message of a serialized HloModuleProto. Raises CompilerError if the bytes are not valid.
 
-    `full`: with constants, dimensions of indices and the like, but not for digests.
+    `full`: with constants, dimensions of indices and the like; such a message has no digest.
     """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
@@ -182,7 +182,7 @@ def parse(proto: bytes, full: bool = False) -> Any:
 
 
 def without_number(proto: bytes) -> bytes:
-    """A serialized module without its own number, which XLA draws anew in every compilation."""
+    """A serialized module without its number, which XLA draws again in every compilation."""
     module = parse(proto)
     module.ClearField("id")
     plain: bytes = module.SerializeToString(deterministic=True)
@@ -191,24 +191,20 @@ def without_number(proto: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts over the live instructions of a module.
+    """Counts over the live instructions of a module."""
 
-    `opcodes`: of each kind. `operations`: those that compute something. `computations`: the operations of each
-    computation that is used, the entry first.
-    """
-
-    operations: int
+    operations: int  # live instructions that compute something
     instructions: int
-    opcodes: tuple[tuple[str, int], ...]
-    computations: tuple[int, ...]
+    opcodes: tuple[tuple[str, int], ...]  # live instructions of each kind
+    computations: tuple[int, ...]  # operations of each computation that is used, the entry first
 
 
 def counts(module: Any) -> Counts:
-    """Count what the module's result depends on.
+    """Count the instructions on which the module's result depends.
 
-    An instruction is live if the root of its computation reads it, or if it has an effect; a computation, if a live
-    instruction calls it. `operations` leaves out parameters, constants, tuples and their elements: they compute
-    nothing, and XLA's own importer makes and merges them at will.
+    An instruction is live if the root of its computation depends on it, or if it has an effect; a computation, if a
+    live instruction calls it. `operations` excludes parameters, constants, tuples and their elements: they compute
+    nothing, and XLA's own importer creates and merges them freely.
     """
     opcodes: Counter[str] = Counter()
     sizes = []
@@ -221,12 +217,12 @@ def counts(module: Any) -> Counts:
 
 
 def sizes(module: Any) -> list[int]:
-    """The instructions of each computation, the least first. Modules with one digest have the same."""
+    """The number of instructions of each computation, in ascending order. Modules with one digest have equal lists."""
     return sorted(len(c.instructions) for c in module.computations)
 
 
 def live(module: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """The used computations, the entry first, each with its live instructions (producers first)."""
+    """The computations that are used, the entry first, each with its live instructions (producers first)."""
     by_id = {c.id: c for c in module.computations}
     waiting, seen = [module.entry_computation_id or module.computations[-1].id], set()
     while waiting:
@@ -242,8 +238,8 @@ def live(module: Any) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def bytes_of_calls(module: Any) -> int:
-    """The bytes that calls to other libraries read and write, as often as their functions are called. A loop counts
-    once, as in XLA's cost analysis."""
+    """The bytes that calls to other libraries read and write, multiplied by how often their functions are called. A
+    loop counts once, as in XLA's cost analysis."""
     own: dict[int, int] = {}
     calls: dict[int, Counter[int]] = {}
     for computation, instructions in live(module):
@@ -268,7 +264,7 @@ def _has_effect(instruction: Any) -> bool:
 
 
 def _ordered(computation: Any, roots: Iterable[int]) -> Iterator[Any]:
-    """Instructions that the roots depend on, each after its operands, in an order that names do not influence.
+    """The instructions on which the roots depend, operands first, in an order that does not depend on names.
 
     Raises CompilerError for an instruction that depends on itself.
     """
@@ -286,7 +282,7 @@ def _ordered(computation: Any, roots: Iterable[int]) -> Iterator[Any]:
                 done.add(number)
                 yield instruction
                 continue
-            if number in begun:  # what it waits for has come back to it
+            if number in begun:  # the instruction is an operand of its own operands
                 raise CompilerError(
                     f"the HLO module is damaged: the instruction {instruction.name} depends on itself"
                 )
@@ -297,16 +293,16 @@ def _ordered(computation: Any, roots: Iterable[int]) -> Iterator[Any]:
 
 
 def digest(module: Any) -> str:
-    """A digest (32 hex digits) of the entry and what it calls, without names, ids and metadata, and of what the module
-    says beside its computations.
+    """A digest (32 hex digits) of the entry and what it calls, without names, ids and metadata, and of the module's
+    other declared and undeclared fields.
 
-    Instructions that nobody reads belong to it, since passes see them. The message is changed: names are cleared.
+    It covers instructions without readers, too, since passes see them. The message is changed: names are cleared.
     """
     by_id = {c.id: c for c in module.computations}
     known: dict[int, int] = {}
 
     def of(number: int) -> bytes:
-        if number in known:  # called again: not the same as a copy of it
+        if number in known:  # it is called again, which is not the same as a copy of it
             return b"again %d" % known[number]
         known[number] = len(known)
         computation = by_id[number]
@@ -367,7 +363,7 @@ def graph(module: Any) -> ModuleGraph:
 
 
 def extent(shape: Any) -> tuple[int, int]:
-    """The elements and bytes of a shape; of all parts if it is a tuple."""
+    """The elements and bytes of a shape; of a tuple, those of all parts."""
     if shape.element_type == _TUPLE:
         parts = [extent(part) for part in shape.tuple_shapes]
         return sum(e for e, _ in parts), sum(b for _, b in parts)
@@ -377,15 +373,15 @@ def extent(shape: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the entry: element type (a number of `PrimitiveType`) and dimensions."""
+    """A parameter of the entry: its element type (a number of `PrimitiveType`) and dimensions."""
 
     element_type: int
     dimensions: tuple[int, ...]
 
 
 def check_interface(module: Any) -> None:
-    """Raises CompilerError for parameters that are tuples, and for tuples in tuples as the result: XLA's importer would
-    put their parts side by side, so callers of the result would have to change. And for a damaged module."""
+    """Raise CompilerError for parameters that are tuples, and for a result with tuples inside a tuple (XLA's importer
+    flattens them, so callers would have to change); also for a damaged module."""
     try:
         entry, _ = next(live(module))
         root = {i.id: i for i in entry.instructions}[entry.root_id]
@@ -399,7 +395,7 @@ def check_interface(module: Any) -> None:
 
 
 def parameters(module: Any) -> list[Parameter]:
-    """The parameters of the entry, in their order. Raises CompilerError if one is a tuple."""
+    """The parameters of the entry in order. Raises CompilerError if one is a tuple."""
     entry, _ = next(live(module))
     found = {}
     for instruction in entry.instructions:
@@ -431,8 +427,8 @@ _ORDINARY = frozenset({1, 4, 5, 8, 9, 11, 12, _TUPLE, 15, 17, 18})
 
 
 def is_ordinary(module: Any) -> bool:
-    """Whether no number has fewer than 32 bits, no dimension is dynamic or asked for, and dots and convolutions have
-    the type of their operands."""
+    """Whether all types have at least 32 bits, no dimension is dynamic or queried, and dots and convolutions have the
+    type of their operands."""
 
     def ordinary(shape: Any) -> bool:
         if shape.element_type not in _ORDINARY or any(shape.is_dynamic_dimension):

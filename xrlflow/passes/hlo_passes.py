@@ -1,14 +1,14 @@
 """The HLO passes of jaxlib 0.10 for the CPU, and how to run one alone.
 
-XLA has no call for one pass. But compile options choose which passes run, and a hook (`jax.extend.xla`) hands out the
-module after all HLO passes and may then end the compilation, before any code is generated. So a compilation with a
-single pass enabled is that pass.
+XLA has no call for one pass. But compile options choose which passes run, and a hook (`jax.extend.xla`) receives the
+module after all HLO passes and may end the compilation, before any code is generated. So a compilation with a single
+pass enabled runs that pass alone.
 
-What "one pass" means: a pass outside nested pipelines runs once at each of its places in XLA's order (mostly one). A
-pass of the pipeline "simplification", which XLA repeats until nothing changes, runs to its own fixpoint (at most 25
-times). After it, XLA's importer runs, as it does before the first pass of every compilation: it drops dead code, folds
-simple constants and removes unused loop variables and operands of sorts. Passes that then have nothing left to do are
-not listed: dce, tuple-simplifier, zero_sized_hlo_elimination, simplify-sorts, while-loop-constant-sinking,
+"One pass" means: a pass outside nested pipelines runs once at each of its positions in XLA's order (mostly one). A pass
+of the pipeline "simplification", which XLA repeats until nothing changes, runs to its own fixpoint (at most 25 times).
+After it, XLA's importer runs, as it does before the first pass of every compilation: it drops dead code, folds simple
+constants and removes unused loop variables and operands of sorts. Passes that then have nothing left to do are not
+listed: dce, tuple-simplifier, zero_sized_hlo_elimination, simplify-sorts, while-loop-constant-sinking,
 conditional-canonicalizer, dynamic-dimension-simplifier. `rng-expander` is not, because it changes the random numbers;
 layouts and fusion are not, because they depend on the target.
 """
@@ -27,19 +27,16 @@ _AFTER_SCATTER = "post_scatter_expansion_simplification"
 
 @dataclass(frozen=True, slots=True)
 class HloPass:
-    """A pass. `repeated`: it is part of the pipeline "simplification" and runs to its fixpoint.
-
-    `needs`: it has no effect on a module without live instructions of these kinds; empty: nothing is known.
-    `unusual`: nor on one that is ordinary (see `hlo.is_ordinary`).
-    `unbatched`: XLA expects that no gather or scatter has batch dimensions, and may abort otherwise.
-    """
+    """One pass of XLA."""
 
     name: str
     does: str
     needs: tuple[str, ...] = ()
-    repeated: bool = False
+    """The pass has no effect on a module without live instructions of these kinds; empty: unknown."""
+    repeated: bool = False  # part of the pipeline "simplification", and runs to its fixpoint
     unbatched: bool = False
-    unusual: bool = False
+    """The pass may abort if a gather or scatter has batch dimensions."""
+    unusual: bool = False  # the pass has no effect on an ordinary module (see `hlo.is_ordinary`)
 
 
 PASSES: tuple[HloPass, ...] = (
@@ -191,7 +188,7 @@ _ALL = (
 
 
 def only(chosen: HloPass | None) -> tuple[tuple[str, str], ...]:
-    """Compile options (name, value) with which this pass runs alone; None: no pass at all."""
+    """The compile options (name, value) with which this pass runs alone; None: no pass runs."""
     if chosen is not None and chosen.repeated:
         return _without({chosen.name, SIMPLIFICATION})
     names = (chosen.name, HOOK) if chosen is not None else (HOOK,)
@@ -199,7 +196,7 @@ def only(chosen: HloPass | None) -> tuple[tuple[str, str], ...]:
 
 
 def default_order(names: Collection[str]) -> tuple[tuple[str, str], ...]:
-    """Compile options with which these passes run in XLA's own order, before layouts are assigned."""
+    """The compile options with which these passes run in XLA's own order, before layouts are assigned."""
     return _without({*names, SIMPLIFICATION, _AFTER_SCATTER})
 
 

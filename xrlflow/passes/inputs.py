@@ -1,8 +1,8 @@
-"""Random inputs for a module that mean something to it.
+"""Random inputs that are meaningful for a module.
 
-What a parameter of the entry is used for is followed through the module. Integers that become indices, or that are
-compared with the numbers of classes, are below the number of things that they choose from. Floats of which a root or a
-logarithm is taken are positive. Matrices are scaled, so that products of many stay near 1 and nothing saturates.
+The uses of each parameter of the entry are followed through the module. Integers that become indices, or that are
+compared with class numbers, are below the number of entries that they select from. Floats whose root or logarithm is
+taken are positive. Matrices are scaled, so that products of many stay near 1 and nothing saturates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xrlflow.passes.compiler import CompilerError
 
 Array: TypeAlias = npt.NDArray[Any]
 
-# By the number of `PrimitiveType`.
+# NumPy's types by the number of `PrimitiveType`.
 DTYPES: dict[int, Any] = {
     1: np.bool_,
     2: np.int8,
@@ -41,7 +41,7 @@ DTYPES: dict[int, Any] = {
     18: np.complex128,
     16: ml_dtypes.bfloat16,
 }
-# Names of types of which no parameters are drawn, for messages.
+# The names of types of which no parameters can be drawn, for messages.
 _NARROW = {
     17: "token",
     19: "f8e5m2",
@@ -58,23 +58,22 @@ _NARROW = {
     32: "f4e2m1fn",
     33: "f8e8m0fnu",
 }
-# Integers are below this, whatever they are used for.
+# The upper limit of integers that have no other.
 _MOST = 64
 
 
 class Floats(Enum):
-    """How floats are drawn. NORMAL: mean 0, the variance of matrices such that products stay near 1. POSITIVE: between
-    0.5 and 1.5. SPARSE: like NORMAL, but half of the tensors are 0, so that what they drown in the same output is seen.
-    """
+    """How floats are drawn."""
 
-    NORMAL = "normal"
-    POSITIVE = "positive"
+    NORMAL = "normal"  # mean 0; the variance of matrices is such that products stay near 1
+    POSITIVE = "positive"  # between 0.5 and 1.5
     SPARSE = "sparse"
+    """Like NORMAL, but half of the tensors are 0, so that small terms of a sum are not hidden by large ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Random inputs. `nudge`: floats are then moved by one unit in the last place up or down, by this seed; 0: not."""
+    """Random inputs. `nudge`: a seed by which floats then change by one unit in the last place, up or down; 0: none."""
 
     seed: int
     floats: Floats = Floats.POSITIVE
@@ -83,7 +82,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Inputs that a caller gives. `pickled`: a list of arrays; `nudge`: as for Draw."""
+    """Inputs from the caller. `pickled`: a pickled list of arrays; `nudge`: as for Draw."""
 
     pickled: bytes
     nudge: int = 0
@@ -98,7 +97,7 @@ def given(arrays: Sequence[Array]) -> Given:
 
 
 def arrays(data: bytes, how: Inputs) -> list[Array]:
-    """One array for each parameter of a serialized module's entry. Raises CompilerError if inputs do not fit."""
+    """An array for each parameter of a serialized module's entry. Raises CompilerError if inputs do not fit."""
     module = hlo.parse(data, full=True)
     parameters = hlo.parameters(module)
     for number, parameter in enumerate(parameters):
@@ -137,7 +136,7 @@ def _fitting(how: Given, parameters: Sequence[hlo.Parameter]) -> list[Array]:
 
 
 def nudged(array: Array, generator: np.random.Generator) -> Array:
-    """Floats moved by one unit in the last place of their own type, up or down; 0 stays 0."""
+    """The floats changed by one unit in the last place of their own type, up or down; 0 stays 0."""
     if array.dtype.kind == "c":
         parts = np.ascontiguousarray(array).reshape(-1).view(array.real.dtype)
         return nudged(parts, generator).view(array.dtype).reshape(array.shape)
@@ -150,7 +149,7 @@ def nudged(array: Array, generator: np.random.Generator) -> Array:
 
 
 def wide(array: Array) -> Array:
-    """Floats as float64, complex numbers as complex128; others as they are."""
+    """The array with floats as float64 and complex numbers as complex128; other types unchanged."""
     if array.dtype.kind == "c":
         return array.astype(np.complex128)
     return array.astype(np.float64) if _is_float(array.dtype) else array
@@ -162,11 +161,10 @@ def _is_float(dtype: np.dtype[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a parameter is used for. `bound`: integers are below it; None: it is no index. `positive`: a root or a
-    logarithm is taken."""
+    """How the module uses a parameter."""
 
-    bound: int | None = None
-    positive: bool = False
+    bound: int | None = None  # integers are below it; None: the parameter is no index
+    positive: bool = False  # its root or logarithm is taken
 
 
 def _random(parameter: hlo.Parameter, use: Use, form: Floats, generator: np.random.Generator) -> Array:
@@ -183,7 +181,7 @@ def _random(parameter: hlo.Parameter, use: Use, form: Floats, generator: np.rand
         return np.zeros(shape, kind)
 
     def floats() -> Array:
-        # A scalar is a rate, a scale or a count: it is never 0.
+        # A scalar is a rate, a scale or a count, and is never 0.
         if form is Floats.POSITIVE or use.positive or not shape:
             return generator.uniform(0.5, 1.5, shape)
         fan = int(np.prod(shape[:-1])) if len(shape) > 1 else 1
@@ -197,15 +195,15 @@ def _integers(
 ) -> Array:
     if use.bound is not None:
         return generator.integers(0, min(use.bound, _MOST), shape).astype(kind)
-    if kind.kind == "u" and kind.itemsize > 1:  # keys of random number generators
+    if kind.kind == "u" and kind.itemsize > 1:  # the key of a random number generator
         return generator.integers(0, np.iinfo(kind).max, shape, dtype=kind, endpoint=True)
-    if not shape:  # a count: of steps, or of the trips of a loop
+    if not shape:  # a count of steps, or the trip count of a loop
         return generator.integers(1, _MOST, shape).astype(kind)
     least = -_MOST if form is Floats.NORMAL and kind.kind == "i" else 0
     return generator.integers(least, _MOST, shape).astype(kind)
 
 
-# Instructions whose result has the elements of these operands; of all, where None.
+# Instructions whose results consist of elements of these operands (None: of all operands).
 _MOVES: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(
         ("bitcast", "broadcast", "convert", "copy", "dynamic-slice", "gather", "pad", "reshape"), (0,)
@@ -217,16 +215,16 @@ _MOVES: dict[str, tuple[int, ...] | None] = {
     "opt-barrier": None,
     "select": (1, 2),
 }
-# Sums of indices are indices: jax adds the size to negative ones.
+# Sums of indices are indices, as jax adds the size to negative ones.
 _INDEX_MOVES = {**_MOVES, "add": None, "maximum": None, "minimum": None}
 _ROOTS = frozenset({"sqrt", "rsqrt", "log"})
 
-_At: TypeAlias = tuple[int, tuple[int, ...]]  # an instruction's id, and the place in the tuple that it gives
+_At: TypeAlias = tuple[int, tuple[int, ...]]  # an instruction's id, and the path in the tuple that it returns
 
 
 @dataclass(slots=True)
 class _Uses:
-    """What the parameters of a module's entry are used for: uses are followed back to them."""
+    """Finds how the parameters of a module's entry are used, by following uses back to the parameters."""
 
     module: Any
     _by_id: dict[int, Any] = field(init=False)
@@ -253,7 +251,7 @@ class _Uses:
         for _, instructions in parts:
             for instruction in instructions:
                 for at, bound in self._chosen(instruction):
-                    if bound > 1:  # of one thing, every index is the first
+                    if bound > 1:  # with one entry, every index selects it
                         for number in self._sources(at, indices=True):
                             bounds[number] = min(bound, bounds.get(number, bound))
                 if instruction.opcode in _ROOTS:
@@ -268,7 +266,7 @@ class _Uses:
         return self._found.get(number, Use())
 
     def _chosen(self, instruction: Any) -> Iterator[tuple[int, int]]:
-        """Operands of an instruction that are indices, and how many things they choose from."""
+        """The operands of an instruction that are indices, each with the number of entries that it selects from."""
         operands = instruction.operand_ids
 
         def sizes(of: int) -> list[int]:
@@ -288,14 +286,14 @@ class _Uses:
                 part = list(instruction.shape.dimensions) if first == 1 else sizes(operands[1])
                 for dimension, operand in enumerate(operands[first:]):
                     yield operand, whole[dimension] - part[dimension] + 1
-            case "compare":  # one-hot: classes are compared with their numbers
+            case "compare":  # one-hot: indices are compared with the class numbers
                 for one, other in (operands, reversed(operands)):
                     if (count := self._counted(other)) is not None:
                         yield one, count
 
     def _along(self, indices: int, indexing: Any, counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The parts of an operand with indices of several dimensions, which are side by side."""
-        # In a scatter, this field is called scatter_dims_to_operand_dims.
+        """The parts of an operand with several index dimensions, which are adjacent in it."""
+        # Scatters have their own name for this field: scatter_dims_to_operand_dims.
         dimensions = list(indexing.start_index_map)
         instruction = self._by_id[indices]
         along = indexing.index_vector_dim
@@ -308,7 +306,7 @@ class _Uses:
             yield indices, min((counts[d] for d in dimensions), default=1)
 
     def _counted(self, number: int) -> int | None:
-        """The length of an iota, perhaps broadcast or reshaped; None if an instruction is none."""
+        """The length of an iota, possibly broadcast or reshaped; None if the instruction is none."""
         instruction = self._by_id[number]
         while instruction.opcode in ("broadcast", "reshape", "convert"):
             instruction = self._by_id[instruction.operand_ids[0]]
@@ -317,7 +315,7 @@ class _Uses:
         return int(instruction.shape.dimensions[instruction.dimensions[0]])
 
     def _sources(self, number: int, indices: bool) -> Iterator[int]:
-        """The numbers of the entry's parameters whose elements an instruction's result has."""
+        """The numbers of the entry's parameters from which the elements of an instruction's result come."""
         waiting: list[_At] = [(number, ())]
         seen: set[_At] = set()
         while waiting:
@@ -333,7 +331,7 @@ class _Uses:
             waiting += self._behind(instruction, at[1], indices)
 
     def _behind(self, instruction: Any, path: tuple[int, ...], indices: bool) -> list[_At]:
-        """Where the elements of a result come from."""
+        """The operands from which the elements of a result come."""
         operands = list(instruction.operand_ids)
         called = list(instruction.called_computation_ids)
         match instruction.opcode:
@@ -354,7 +352,7 @@ class _Uses:
         return [(o, path) for n, o in enumerate(operands) if moved is None or n in moved]
 
     def _before_call(self, parameter: Any, path: tuple[int, ...], indices: bool) -> list[_At]:
-        """What callers hand over for a parameter of a function."""
+        """The arguments of callers for a parameter of a function."""
         number = parameter.parameter_number
         found: list[_At] = []
         for caller, place in self._callers[self._computation[parameter.id].id]:
@@ -369,7 +367,8 @@ class _Uses:
         return found
 
     def _weighted(self, instruction: Any) -> tuple[int, ...]:
-        """Which operands of arithmetic have the sign of the result: terms of a sum, and what a scalar scales."""
+        """The operands that must be positive if the result has to be: terms of a sum, and tensors that a scalar
+        scales."""
         if instruction.opcode == "add":
             return (0, 1)
         scales = [self._is_scalar(o) for o in instruction.operand_ids]
@@ -378,7 +377,7 @@ class _Uses:
         return tuple(n for n, other in enumerate(reversed(scales)) if other)
 
     def _is_scalar(self, number: int) -> bool:
-        """Whether all elements are the same number, by the look of it."""
+        """Whether all elements are certainly the same number."""
         instruction = self._by_id[number]
         while instruction.opcode in ("broadcast", "reshape", "convert"):
             if not instruction.shape.dimensions:

@@ -1,12 +1,12 @@
-"""Episodes to learn from: an environment over `PassEnv` with a curriculum and shaped rewards, each of which can be left
-out; and what all training runs share.
+"""Training episodes: an environment over `PassEnv` with a curriculum and shaped rewards, each of which can be switched
+off; and what all training runs share.
 
-- Masking (`AgentConfig.masking`): passes seen to have no effect on the present module are masked, and those of which
-  the compiler foresees it. What was seen is forgotten at the end of the episode, because a module that is new to the
-  agent comes without it.
-- Shaping: an order ends at its best prefix. So the reward of a step is by how much it betters the best module of the
-  episode, as a difference of logarithms. A step that makes the module worse costs nothing. Without shaping, the reward
-  is the change of the metric relative to the first module, as `PassEnv` gives it.
+- Masking (`AgentConfig.masking`): passes are masked that were observed to have no effect on the present module, or of
+  which the compiler knows that. Observations are forgotten at the end of the episode, because an agent has none of a
+  module that is new to it.
+- Shaping: an order ends at its best prefix. So the reward of a step is the improvement over the best module of the
+  episode, as a difference of logarithms, and a step that makes the module worse costs nothing. Without shaping, the
+  reward is that of `PassEnv`, the change of the metric relative to the first module.
 - Curriculum: training begins with the smallest modules; the others join in the order of their size until the middle of
   the training.
 """
@@ -25,16 +25,16 @@ from xrlflow.passes.compiler import Compiler, Metric
 from xrlflow.passes.environment import Configuration, Observation, PassEnv, Problem
 from xrlflow.passes.play import narrowed, play
 
-# progress(scalars, iteration): the figures of a part of the training.
+# Receives the figures of a part of the training, and its number.
 Progress = Callable[[Mapping[str, float], int], None]
-# The curriculum begins with this part of the modules, and has all after this part of the training.
+# The curriculum begins with this part of the modules, and includes all after this part of the training.
 _FIRST, _ALL = 0.25, 0.5
 _LEAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Teaching:
-    """What training adds to plain episodes (see the module's docstring), and the metric that is to become less."""
+    """What training adds to plain episodes (see the module's docstring), and the metric that is to be reduced."""
 
     shaping: bool = True
     curriculum: bool = True
@@ -43,13 +43,12 @@ class Teaching:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """The agent that played best on the modules of training, its mean logarithm of value / initial value there (less is
-    better), the steps of the environment, and whether training was interrupted."""
+    """The result of training: the agent with the best evaluation."""
 
     agent: Agent
-    score: float
+    score: float  # mean logarithm of value / initial value over the training modules: lower is better
     iterations: int
-    steps: int
+    steps: int  # of the environment
     seconds: float
     interrupted: bool = False
     history: tuple[Mapping[str, float], ...] = field(default=(), repr=False)
@@ -61,7 +60,7 @@ class Trained:
 
 
 class Lessons:
-    """An environment for `collect`. `progress` is set by the training run, from 0 to 1."""
+    """The environment for `collect`. `progress`: from 0 to 1, set by the training run."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class Lessons:
 
     @property
     def open(self) -> Sequence[Problem]:
-        """The modules that episodes draw from now."""
+        """The modules from which episodes draw now."""
         if not self.teaching.curriculum:
             return self.problems
         part = _FIRST + (1.0 - _FIRST) * min(1.0, self.progress / _ALL)
@@ -88,7 +87,7 @@ class Lessons:
 
     def reset(self, *, seed: int | None = None) -> tuple[Observation, dict[str, Any]]:
         chosen = self.open[int(np.random.default_rng(seed).integers(len(self.open)))]
-        # A new environment knows no passes without effect.
+        # A new environment has observed no passes without effect.
         self._env = PassEnv(self.compiler, [chosen], self.configuration)
         observation, information = self._env.reset(seed=seed)
         self._best = float(information["initial"])
@@ -109,9 +108,9 @@ class Lessons:
 
 
 def score(agent: Agent, compiler: Compiler, problems: Sequence[Problem], metric: Metric) -> float:
-    """The mean logarithm of what an agent's likeliest orders leave of the modules: 0 without gain, less is better.
+    """The mean logarithm of value / initial value after an agent's likeliest orders: 0 without gain, lower is better.
 
-    Results are not compared with the modules: agents are scored often, and what they do is checked where they are used.
+    The results' outputs are not compared with the original's: agents are scored often, and checked where they are used.
     """
     orders = [play(agent, compiler, p.module, metric, compared=False) for p in problems]
     return math.fsum(math.log(max(1.0 - o.reduction, _LEAST)) for o in orders) / len(orders)

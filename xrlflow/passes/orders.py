@@ -38,22 +38,21 @@ if TYPE_CHECKING:
     from xrlflow.passes.lessons import Trained
 
 Source = str | os.PathLike[str]
-# Pairs of runs in a measurement.
+# The number of pairs of runs in a measurement.
 _PAIRS = 40
 
 
 class Search(Enum):
-    """How an order is looked for. By an agent: AGENT (orders drawn from its policy), GUIDED (tree search with its
-    policy) and REFINED (evolution that begins with its order or a known sequence; it does without an agent, too)."""
+    """The strategy of a search for an order."""
 
     RANDOM = "random"
     GREEDY = "greedy"
     BEAM = "beam"
     TREE = "mcts"
     EVOLUTION = "evolution"
-    AGENT = "agent"
-    GUIDED = "guided"
-    REFINED = "refined"
+    AGENT = "agent"  # orders drawn from an agent's policy
+    GUIDED = "guided"  # tree search with an agent's policy
+    REFINED = "refined"  # evolution from an agent's order or a known sequence; it works without an agent, too
 
 
 WITHOUT_AGENT: dict[Search, Callable[..., Order]] = {
@@ -70,30 +69,25 @@ class OrderError(ValueError):
 
 
 class OutputsDiffer(RuntimeError):
-    """A result computes something else than the original, and is not given out."""
+    """A result computes something else than the original, and is not returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An optimised module. `before`, `default` and `after`: the metric of the module given, after the compiler's own
-    order repeated to its fixpoint, and of the result. `compared`: outputs of the result against those of the original.
-
-    `is_default`: no order was found that is better than the compiler's, and the result is that of the compiler.
-    `refused`: steps, and the compiler's own order, that change what the module computes, each in one line.
-    `interrupted`: Ctrl-C ended the search, and this is the best until then.
-    """
+    """An optimised module."""
 
     search: Search
     order: Order
     contents: str | bytes
-    before: float
-    default: float
-    after: float
-    compared: Comparison
-    is_default: bool
+    before: float  # the metric of the original module
+    default: float  # the metric after the compiler's own order, repeated to its fixpoint
+    after: float  # the metric of the result
+    compared: Comparison  # the outputs of the result with those of the original
+    is_default: bool  # no better order was found than the compiler's own, whose result this is
     seconds: float
     refused: tuple[str, ...] = ()
-    interrupted: bool = False
+    """Steps, or the compiler's own order, that change what the module computes: a line for each."""
+    interrupted: bool = False  # Ctrl-C ended the search, and this is the best result until then
 
     def save(self, path: Source) -> None:
         """Write the result. Raises CompilerError."""
@@ -124,13 +118,13 @@ class Found:
 
 
 def reduction(before: float, after: float) -> float:
-    """The part of `before` that is saved."""
+    """The relative reduction from `before` to `after`."""
     return 1.0 - after / before if before > 0 else 0.0
 
 
 @contextmanager
 def xla(workers: int | None = None) -> Iterator[Compiler]:
-    """XLA's compiler with the cache in the user's cache directory. Raises CompilerError if jax is missing."""
+    """XLA's compiler, with the cache in the user's cache directory. Raises CompilerError if jax is missing."""
     options = XlaOptions() if workers is None else XlaOptions(workers=workers)
     cache = Cache()
     try:
@@ -141,7 +135,7 @@ def xla(workers: int | None = None) -> Iterator[Compiler]:
 
 
 def read(compiler: Compiler, source: Source | files.StandardInput) -> Module:
-    """The module in a file. Raises CompilerError, with the file's name, if it cannot be read or is no module."""
+    """The module in a file. Raises CompilerError, with the file's name, if it cannot be read or is not valid."""
     name = _name(source)
     try:
         data = source if isinstance(source, bytes) else files.read(source)
@@ -158,8 +152,8 @@ def _name(source: Source | files.StandardInput) -> str:
 
 
 def _comparable(compiler: Compiler, source: Source | files.StandardInput) -> Module:
-    """The module in a file, if its results can be compared. Raises CompilerError with the file's name before a search
-    is made in vain: the module does not run here, or two runs of it differ."""
+    """The module in a file. Raises CompilerError, with the file's name, if its results cannot be compared, so that a
+    search would be useless: it does not run here, or two runs of it differ."""
     module, name = read(compiler, source), _name(source)
     try:
         found = compiler.compare(module, module)
@@ -171,7 +165,7 @@ def _comparable(compiler: Compiler, source: Source | files.StandardInput) -> Mod
 
 
 def _text(data: bytes) -> str | bytes:
-    """The text in a file, or its bytes if it holds none."""
+    """The content of a file as text, or as bytes if it is not text."""
     if b"\0" in data:
         return data
     try:
@@ -189,7 +183,7 @@ def searched(
     metric: Metric = Metric.OPERATIONS,
     agent: Agent | None = None,
 ) -> Order:
-    """Look for an order. Raises OrderError if the search needs an agent and there is none."""
+    """Search for an order. Raises OrderError if the search needs an agent and there is none."""
     if search in WITHOUT_AGENT:
         return WITHOUT_AGENT[search](compiler, module, budget, seed, metric)
     if search is Search.REFINED and agent is None:
@@ -205,15 +199,15 @@ def searched(
 
 
 def _known(compiler: Compiler) -> tuple[str, ...]:
-    """The fixed sequence for this compiler; empty if none is known."""
+    """The package's fixed sequence for this compiler; empty if it has none."""
     return SEQUENCE if set(SEQUENCE) <= set(compiler.passes) else ()
 
 
 def chosen(search: Search | None, agent: Source | None, compiler: Compiler) -> tuple[Search, Agent | None]:
-    """The search and the agent for a compiler. By default it is REFINED, with the agent of the package if that is for
-    this compiler and the extra for agents is there; EVOLUTION if there is neither agent nor sequence for the compiler.
+    """The search and the agent to use with a compiler. By default that is REFINED, with the agent of the package if
+    that fits the compiler and the extra for agents is installed; EVOLUTION if there is neither agent nor sequence.
 
-    Raises OrderError if the extra is missing for a search that needs it, CheckpointError for the file of an agent.
+    Raises OrderError if the extra that the search needs is missing, CheckpointError for the file of an agent.
     """
     if agent is not None:
         return search or Search.REFINED, load_agent(agent)
@@ -241,10 +235,10 @@ def optimize(
     workers: int | None = None,
     compiler: Compiler | None = None,
 ) -> Found:
-    """Look for an order of passes that brings a module to fewer operations than the compiler's own order.
+    """Search for an order of passes that reduces a module's operations further than the compiler's own order.
 
-    - `search`, `agent`: how (see `chosen`); the file of an agent. `metric`: what is to become less.
-    - `steps`: passes that the compiler runs. `horizon`: the longest order. `time_limit`: seconds for the search.
+    - `search`: the strategy (see `chosen`). `agent`: the file of an agent. `metric`: the figure to reduce.
+    - `steps`: passes that the compiler may run. `horizon`: the longest order. `time_limit`: seconds for the search.
     - `workers`: processes that run passes. `compiler`: another one than XLA's.
 
     Raises CompilerError for a module that cannot be read or run, OrderError for options, CheckpointError for an agent's
@@ -278,8 +272,8 @@ def optimize(
 def _values(
     compiler: Compiler, metric: Metric, module: Module, default: Module, order: Order
 ) -> tuple[float, float, float]:
-    """The metric of the module, after the default order, and after the order that was found. Measured anew if it is
-    measured: the least of many measurements is lucky."""
+    """The metric of the module, after the default order, and after the order of the search. If it is measured, it is
+    measured again, because the minimum of the search's measurements is biased."""
     modules = (module, default, order.module)
     if metric is not Metric.SECONDS:
         before, usual, after = (m.summary.of(metric) for m in modules)
@@ -291,7 +285,7 @@ def _values(
 def _checked(
     compiler: Compiler, original: Module, result: Module, passes: Sequence[str], seed: int
 ) -> Comparison:
-    """The comparison of the outputs. Raises OutputsDiffer with the pass that is to blame, if there is one."""
+    """The comparison of the outputs. Raises OutputsDiffer, with the pass to blame if one is found."""
     found = compiler.compare(original, result, seed)
     if found.equal:
         return found
@@ -314,13 +308,13 @@ def _given(compiler: Compiler | None, workers: int | None) -> Iterator[Compiler]
 
 
 def _check_seed(seed: int) -> None:
-    """Raises OrderError for what is no seed of all generators."""
+    """Raise OrderError for a seed that some random generators do not accept."""
     if not 0 <= seed < 1 << 64:
         raise OrderError(f"a seed is an integer of 0 to {(1 << 64) - 1}, not {seed}")
 
 
 def load_agent(path: Source) -> Agent:
-    """Read an agent. Raises OrderError if the extra for agents is missing, CheckpointError for the file."""
+    """Read an agent. Raises OrderError if the extra for agents is missing, CheckpointError for an invalid file."""
     _need_training()
     from xrlflow.passes.agent import Agent
 
@@ -328,7 +322,7 @@ def load_agent(path: Source) -> Agent:
 
 
 def _missing() -> list[str]:
-    """What agents need and is not installed."""
+    """The packages that agents need and that are not installed."""
     from importlib.util import find_spec
 
     return [name for name in ("torch", "gymnasium") if find_spec(name) is None]
@@ -359,11 +353,11 @@ def train(
     quiet: bool = True,
     compiler: Compiler | None = None,
 ) -> Trained:
-    """Train an agent by PPO on modules, and write it to `output` whenever it is better than before. A run that was
-    stopped goes on, unless `restart` is set.
+    """Train an agent by PPO on modules, and write it to `output` whenever its evaluation is better than before. A run
+    that was stopped continues, unless `restart` is set.
 
-    `graph`: it sees the graph of instructions. `plain`: without masking, shaping and curriculum. `log`: a folder for
-    TensorBoard. Unless `quiet`, standard error shows the progress.
+    `graph`: the agent sees the graph of instructions. `plain`: without masking, shaping and curriculum. `log`: a folder
+    for TensorBoard. Unless `quiet`, standard error shows the progress.
     Raises CompilerError, CheckpointError, and OrderError if a loss is not finite.
     """
     _check_seed(seed)
@@ -413,7 +407,7 @@ def _check_log(folder: Source | None) -> None:
 
 
 def _logs(folder: Source | None, iterations: int, done: int, quiet: bool) -> Logs:
-    """Logs of a training run of which some iterations are done."""
+    """The logs of a training run after `done` iterations."""
     from xrlflow.learn.log import Logs, TensorBoard, Terminal
 
     board = [] if folder is None else [TensorBoard(folder, since=done + 1 if done else 0)]
@@ -422,8 +416,7 @@ def _logs(folder: Source | None, iterations: int, done: int, quiet: bool) -> Log
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One search on one module, at equal steps: operations of its result, steps and seconds that it took. `refused`:
-    see `Found`."""
+    """The result of one search on one module. `steps`, `seconds`: those that it took. `refused`: see `Found`."""
 
     search: str
     operations: int
@@ -437,16 +430,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What searches bring for a module. `default_equal`: whether the compiler's own order computes the same. `time`:
-    (median seconds after the default order / after the best order), as a ratio with its 95% interval; `control`: the
-    module of the default order against itself."""
+    """The results of several searches on one module."""
 
     before: int
     default: int
-    default_equal: bool
+    default_equal: bool  # whether the module after the compiler's own order computes the same
     rows: tuple[Row, ...]
     time: tuple[float, float, float]
-    control: tuple[float, float, float]
+    """Median time after the default order divided by that after the best order, with its 95% interval."""
+    control: tuple[float, float, float]  # the same for the default order against itself
 
 
 def bench(
@@ -460,7 +452,7 @@ def bench(
     workers: int | None = None,
     compiler: Compiler | None = None,
 ) -> Table:
-    """Compare searches at equal steps, and measure what the best order is worth. Raises what `optimize` raises, and
+    """Compare searches at equal steps, and measure the speed-up of the best order. Raises what `optimize` raises, and
     OrderError without a search."""
     _check_seed(seed)
     if not searches:
@@ -468,7 +460,7 @@ def bench(
     with _given(compiler, workers) as used:
         module = _comparable(used, source)
         known = None
-        for search in searches:  # of those that need an agent, all have the same one
+        for search in searches:  # those that need an agent share one
             known = chosen(search, agent, used)[1] or known
         default = used.default(module)
         default_equal = used.compare(module, default, seed).equal
@@ -493,15 +485,15 @@ Ratio = tuple[float, float, float]
 
 
 def timed(compiler: Compiler, default: Module, best: Module, pairs: int = _PAIRS) -> tuple[Ratio, Ratio]:
-    """Measured time after the default order over that after another order, in pairs of runs, and A/A: the default
-    against itself. Each is a ratio with its 95% interval; above 1, the other order is faster."""
-    # The same module twice, so that all three take turns.
+    """The time after the default order divided by that after the best order, in pairs of runs, and A/A: the default
+    against itself. Each is a ratio with its 95% interval; above 1, the best order is faster."""
+    # The default module is passed twice, so that all three are interleaved.
     first, other, again = compiler.seconds([default, best, default], pairs)
     return _ratio(first, other), _ratio(first, again)
 
 
 def _ratio(old: Sequence[float], new: Sequence[float]) -> Ratio:
-    """The median ratio of pairs with its 95% interval."""
+    """The median ratio of pairs, with its 95% interval."""
     logs = np.log(np.asarray(old, np.float64)) - np.log(np.asarray(new, np.float64))
     middle, low, high = (math.exp(x) for x in median_interval(logs))
     return middle, low, high

@@ -1,4 +1,4 @@
-"""What an agent does with a module: one order at once, or a search with its policy."""
+"""How an agent optimises a module: by one order, or by a search with its policy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from xrlflow.passes.searches.sequences import improve
 from xrlflow.passes.searches.steps import until_over
 from xrlflow.storage.checkpoint import CheckpointError
 
-# Chooses an action for an observation.
+# A function from an observation to an action.
 _Choose = Callable[[Observation], int]
-_IDLE = 200  # episodes in a row of which every step is known
+_IDLE = 200  # a search ends after so many episodes in a row that ran no new pass
 
 
 @one_thread()
@@ -30,7 +30,7 @@ def play(
     metric: Metric = Metric.OPERATIONS,
     compared: bool = True,
 ) -> Order:
-    """The likeliest passes, until the agent stops or the horizon ends: zero-shot. Draws nothing.
+    """The order of the likeliest passes, until the agent stops or the horizon ends. Nothing is random.
 
     `compared`: whether the result is compared with the module, which takes longer than the order itself.
     Raises CheckpointError if the agent is for other passes.
@@ -50,9 +50,9 @@ def sample(
     seed: int = 0,
     metric: Metric = Metric.OPERATIONS,
 ) -> Order:
-    """The likeliest order first, then orders that are drawn from the policy, for as long as the budget lasts.
+    """The likeliest order first, then orders that are drawn from the policy, until the budget is used up.
 
-    Passes known to have no effect on a module are not drawn there, whatever the agent was trained with.
+    Passes known to have no effect on a module are not drawn there, however the agent was trained.
     """
     agent.check(compiler)
     explorer = Explorer(compiler, module, budget, metric)
@@ -82,8 +82,8 @@ def refine(
     metric: Metric = Metric.OPERATIONS,
     known: Sequence[Sequence[str]] = (),
 ) -> Order:
-    """Known sequences and the likeliest order first, then what betters the best of them: see `improve`. The policy says
-    which passes are tried first."""
+    """Play known sequences and the likeliest order, then improve the best of them by `improve`, which tries passes in
+    the order of their probability by the policy."""
     agent.check(compiler)
     explorer = Explorer(compiler, module, budget, metric)
     priors = _policy(agent, explorer.meter, module)
@@ -111,7 +111,7 @@ def guided(
     metric: Metric = Metric.OPERATIONS,
     config: TreeConfig | None = None,
 ) -> Order:
-    """Monte Carlo tree search whose priors are the agent's policy."""
+    """Monte Carlo tree search with the agent's policy as its priors."""
     agent.check(compiler)
     meter = Meter(compiler, budget)
     priors = _policy(agent, meter, module)
@@ -119,11 +119,11 @@ def guided(
 
 
 def _policy(agent: Agent, meter: Meter, module: Module) -> Callable[[Node], Mapping[str, float]]:
-    """The policy as a function of nodes that a search reached."""
+    """The policy as a function of nodes of a search."""
     env = _environment(agent, meter, module)
 
     def priors(node: Node) -> Mapping[str, float]:
-        """The policy at a node. The passes that led there are known, so replaying them costs no steps."""
+        """The policy at a node. The passes that led to the node are cached, so replaying them costs no steps."""
         observation, _ = env.reset(seed=0)
         for name in node.passes[: agent.config.horizon - 1]:
             observation = env.step(agent.passes.index(name))[0]
@@ -135,7 +135,7 @@ def _policy(agent: Agent, meter: Meter, module: Module) -> Callable[[Node], Mapp
 
 
 def narrowed(observation: Observation, compiler: Compiler, module: Module, masking: Masking) -> Observation:
-    """An observation whose mask also leaves out the passes of which the compiler foresees that they have no effect."""
+    """The observation with a mask that also excludes the passes that the compiler knows to have no effect."""
     idle = without_effect(compiler, module) if masking is not Masking.NONE else frozenset()
     if not idle:
         return observation
@@ -159,7 +159,7 @@ def _likeliest(agent: Agent) -> _Choose:
 
 
 def _decided(agent: Agent, observation: Observation) -> SegmentCategorical:
-    """The distribution over passes and stop."""
+    """The agent's distribution over passes and stop."""
     with torch.no_grad():
         distribution, _ = agent.evaluate([observation])
     _check_finite(distribution.probs)
@@ -167,15 +167,15 @@ def _decided(agent: Agent, observation: Observation) -> SegmentCategorical:
 
 
 def _check_finite(numbers: torch.Tensor) -> None:
-    """Raises CheckpointError if an agent's numbers are none: weights that are finite, but damaged, may give such."""
+    """Raise CheckpointError if an agent's scores are not finite, which happens with damaged weights that are finite."""
     if not bool(numbers.isfinite().all()):
         raise CheckpointError("the agent gives scores that are not finite: its weights are damaged")
 
 
 def _episode(agent: Agent, explorer: Explorer, choose: _Choose) -> None:
-    """Play one episode. The explorer keeps the best module on the way. Raises Over.
+    """Play one episode. The explorer keeps the best module that it reaches. Raises Over.
 
-    As in training, the mask knows what happened in this episode.
+    As in training, the mask includes what was observed in this episode.
     """
     env = _environment(agent, explorer.meter, explorer.root.module)
     observation, _ = env.reset(seed=0)

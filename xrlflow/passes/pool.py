@@ -1,6 +1,6 @@
-"""Worker processes that may crash. A request whose worker dies gets the reason as its answer; another worker starts.
+"""Worker processes that may crash. The reply to a request whose worker dies is the reason; another worker is started.
 
-Workers start when they are needed first. Requests of a batch are spread over all of them.
+Workers start on first use. The requests of a batch are distributed over all of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _START_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The answer to a request that ended its worker, or exceeded its time limit. `reason`: one line."""
+    """The reply to a request that crashed its worker, or exceeded its time limit. `reason`: one line."""
 
     reason: str
 
 
 class Pool:
-    """Workers whose hands answer requests (see `worker.Xla`).
+    """Workers whose handlers reply to requests (see `worker.Xla`).
 
-    `seconds`: the time limit of a request. `variables`: of the workers' environment. A worker is replaced after `uses`
+    `seconds`: the time limit of a request. `variables`: for the workers' environment. A worker is replaced after `uses`
     requests, because XLA keeps memory.
     """
 
@@ -50,11 +50,11 @@ class Pool:
         self.deaths = 0
 
     def ask(self, request: Any) -> Any:
-        """The answer to one request."""
+        """The reply to one request."""
         return self.ask_each([request])[0]
 
     def ask_each(self, requests: Sequence[Any]) -> list[Any]:
-        """The answers to several requests, in their order. `Died` answers one that ended its worker.
+        """The replies to several requests, in their order. For a request that crashed its worker, it is `Died`.
 
         Raises CompilerError if no worker starts.
         """

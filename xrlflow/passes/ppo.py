@@ -1,7 +1,7 @@
-"""Training an agent by PPO (`xrlflow.learn.ppo`), plain or with what `lessons` adds.
+"""Trains an agent by PPO (`xrlflow.learn.ppo`), with or without the additions of `lessons`.
 
 All random numbers of a run come from one generator, and an iteration plays whole episodes. So a run that is killed and
-goes on from its state gives the same agent as one that was not.
+continued from its state gives the same agent as one without interruption.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ KIND = "training of a passes agent"
 
 
 def _ppo() -> PPOConfig:
-    # An episode that leaves 80% of the operations returns 0.2; the scale makes 2 of it. Gains are discounted, so that a
-    # pass without effect is not free. Episodes are dear: much is learned from each.
+    # An episode that reduces operations by 20% returns 0.2; the scale makes it 2. Gains are discounted, so that a pass
+    # without effect has a price. Episodes are expensive, so each is used for several updates.
     return PPOConfig(
         learning_rate=2e-3, gamma=0.9, epochs=10, target_kl=0.08, reward_scale=10.0, value_weight=0.5
     )
@@ -45,7 +45,7 @@ def _ppo() -> PPOConfig:
 class TrainConfig:
     """Options of a training run: `iterations` of at least `steps` steps each, in episodes over `environments`.
 
-    A run that goes on may only change `iterations` and `evaluate_every`.
+    A run that is continued may change only `iterations` and `evaluate_every`.
     `evaluate_every`: iterations after which the agent plays all modules, and is kept if it is better than before.
     """
 
@@ -64,7 +64,7 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig.{name} must be at least 1, not {getattr(self, name)}")
 
     def plain(self) -> TrainConfig:
-        """The same without masking, shaping and curriculum: model-free PPO on the environment as it is."""
+        """The same options without masking, shaping and curriculum: model-free PPO on the plain environment."""
         return replace(
             self,
             agent=replace(self.agent, masking=Masking.NONE),
@@ -93,9 +93,9 @@ def train(
     """Train an agent on modules. It is written to `output` whenever it plays them better than before.
 
     The run ends after all iterations, at `deadline` (time.monotonic) or at Ctrl-C, with the best agent so far. After
-    each iteration its state goes to `state_path(output)`, and a later run goes on from there, unless `restart` is set.
-    `log(done)` makes the logs, given the iterations that are done. The compiler should have a cache: episodes repeat
-    themselves.
+    each iteration its state is written to `state_path(output)`, and a later run continues from it, unless `restart` is
+    set. `log(done)` creates the logs, given the number of finished iterations. The compiler should have a cache, since
+    episodes repeat themselves.
     Raises CheckpointError if `start` is for other passes, the state is of another run or `output` cannot be written,
     TrainingError if a loss is not finite.
     """
@@ -116,7 +116,7 @@ def train(
 
 
 def state_path(output: str | os.PathLike[str]) -> Path:
-    """The file with the state of the training run that writes its agent to `output`."""
+    """The path of the state of the training run that writes its agent to `output`."""
     path = Path(output)
     return path.with_name(f"{path.stem}.training{path.suffix}")
 
@@ -142,13 +142,13 @@ class _Run:
         self.iteration = self.steps = 0
         self.begin = time.monotonic()
         self.earlier = 0.0
-        """Seconds of the run before it was stopped."""
+        """Seconds that the run took before it was stopped."""
         self.best, self.score = self.agent.copy(), math.inf
         self.history: list[Mapping[str, float]] = []
         self._unsaved = False
 
     def iterate(self) -> dict[str, float]:
-        """Collect episodes, learn from them, and now and then see what the agent can do."""
+        """Collect episodes, learn from them, and evaluate the agent if it is time."""
         config, begin = self.config, time.perf_counter()
         progress = self.iteration / config.iterations
         for lesson in self.lessons:
@@ -169,8 +169,8 @@ class _Run:
         return found
 
     def save(self) -> None:
-        """Write the state, and then the best agent if it is a new one. If the program is killed between the two, the
-        run that goes on writes the agent."""
+        """Write the state, and then the best agent if it is new. If the program is killed in between, the continued run
+        writes the agent."""
         if self.output is None:
             return
         save_checkpoint(self.to_checkpoint(), state_path(self.output))
@@ -202,7 +202,7 @@ class _Run:
         return self.earlier + time.monotonic() - self.begin
 
     def to_checkpoint(self) -> Checkpoint:
-        """All that the next iteration depends on, and the best agent so far."""
+        """The state that the next iteration depends on, and the best agent so far."""
         tensors = {f"agent.{name}": t for name, t in self.agent.state_dict().items()}
         tensors |= {f"best.{name}": t for name, t in self.best.state_dict().items()}
         names = [name for name, _ in self.agent.named_parameters()]
@@ -220,7 +220,7 @@ class _Run:
         return Checkpoint(KIND, config, to_arrays(tensors))
 
     def _identity(self) -> dict[str, Any]:
-        """What a run that goes on must have in common with the one that was stopped."""
+        """The options that a continued run must share with the one that was stopped."""
         config = {k: v for k, v in self.config.to_json().items() if k not in ("iterations", "evaluate_every")}
         modules = [p.module.digest for p in self.problems]
         return {
@@ -231,7 +231,7 @@ class _Run:
         }
 
     def resume(self) -> None:
-        """Go on from the saved state, if there is one. Raises CheckpointError if it is of another run."""
+        """Continue from the saved state, if there is one. Raises CheckpointError if it is of another run."""
         if self.output is None or not state_path(self.output).exists():
             return
         path = state_path(self.output)
@@ -249,7 +249,7 @@ class _Run:
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{path}: the parts of the state do not fit: {reason}") from error
-        if not math.isinf(self.score):  # its file may be missing, older or damaged
+        if not math.isinf(self.score):  # the file of the best agent may be missing, older or damaged
             self.best.save(self.output)
 
     def _restore(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

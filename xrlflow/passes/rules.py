@@ -1,8 +1,8 @@
-"""ONNX graphs under our own rules as a compiler: a pass applies the rules of one family.
+"""A compiler of ONNX graphs: a pass applies the rewrite rules of one family.
 
-A pass applies, of all matches of its family whose modelled cost does not rise, the one with the largest gain, and so on
-until there is none, or as many rules were applied as the graph had nodes. `operations` counts nodes, without the bodies
-of control flow; bytes and flops are those of `ops.work`.
+A pass repeatedly applies, of all matches of its family that do not increase the modelled cost, the one with the largest
+gain, until there is none, or as many rules were applied as the graph had nodes. `operations` counts nodes, without the
+bodies of control flow; bytes and flops are those of `ops.work`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from xrlflow.rewrite import Library, RewriteState
 from xrlflow.verify.inputs import InputPlan
 from xrlflow.verify.runner import opened
 
-_ROUNDS = 20  # of the default order until the number of operations stays the same
-_GRAPHS = 256  # that are kept in memory as graphs
+_ROUNDS = 20  # limit on the repetitions of the default order
+_GRAPHS = 256  # how many modules are kept in memory as graphs
 
 
 class RuleCompiler:
-    """The families of a library as the passes of a `Compiler`. Models need static shapes to be compared and timed."""
+    """The families of a library as the passes of a `Compiler`. Comparing and timing models needs static shapes."""
 
     def __init__(self, library: Library, cost: CostModel | None = None) -> None:
         self._cost = cost if cost is not None else Roofline()
@@ -53,11 +53,11 @@ class RuleCompiler:
 
     @property
     def opcodes(self) -> tuple[str, ...]:
-        """The operators that rules know."""
+        """The operators that the library's rules mention."""
         return self._opcodes
 
     def load(self, source: str | bytes) -> Module:
-        """Read the bytes of an ONNX file; a string is the path of one."""
+        """Read the bytes of an ONNX file; a string is the path of a file."""
         try:
             imported = load(source)
         except ModelError as error:
@@ -82,7 +82,8 @@ class RuleCompiler:
         return [self.apply(module, name) for name in names]
 
     def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
-        """The families in the library's order, repeated until the number of operations stays the same."""
+        """The module after the families in the library's order, repeated until the number of operations stays the
+        same."""
         chosen = [name for name in self.passes if names is None or name in names]
         for _ in range(_ROUNDS):
             before = module.summary.operations
@@ -113,7 +114,7 @@ class RuleCompiler:
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
     ) -> list[tuple[float, ...]]:
-        """Seconds in ONNX Runtime with its own optimiser. The first run of each is not counted."""
+        """Seconds in ONNX Runtime, with its optimiser. The first run of each module does not count."""
         taken: list[list[float]] = [[] for _ in modules]
         inputs = self._inputs(modules[0], seed)
         with ExitStack() as stack:
@@ -137,7 +138,7 @@ class RuleCompiler:
                 break
             match = min(fitting, key=lambda m: (m.delta, m.key))
             edit, delta = state.priced(match)
-            if delta > 0.0:  # edits beside it have changed its price
+            if delta > 0.0:  # earlier edits nearby have changed the gain
                 break
             state = state.apply(match, edit)
             if state.fingerprint in seen:
@@ -172,15 +173,15 @@ class RuleCompiler:
 
 
 def _interface(imported: ImportedModel) -> bytes:
-    """The names and types of a model's inputs and outputs, in their order, and its functions: what fingerprints are
-    without."""
+    """The parts of a model that a graph's fingerprint lacks: names and types of inputs and outputs, in order, and
+    functions."""
     frame = imported.frame
     parts = (*frame.graph.input, *frame.graph.output, *frame.functions)
     return repr([part.SerializeToString(deterministic=True) for part in parts]).encode()
 
 
 def _named(feeds: Mapping[str, object], arrays: Arrays) -> dict[str, object]:
-    """Arrays by the names of the inputs, in their order."""
+    """The arrays by the names of the inputs, in their order."""
     if len(arrays) != len(feeds):
         raise CompilerError(f"{len(arrays)} inputs are given, and the model has {len(feeds)}")
     return dict(zip(feeds, arrays))

@@ -1,7 +1,7 @@
-"""A module in float64: the same instructions, with all floats of 16 and 32 bits as float64 and complex64 as complex128.
+"""Converts a module to float64: floats of 16 and 32 bits become float64, complex64 becomes complex128.
 
-It tells what a module computes in real numbers, nearly without rounding. So two modules that compute the same agree in
-it even where float32 leaves nothing of the result: a gradient that is 0 but for rounding, divided by its own root.
+It shows what a module computes in real numbers, nearly without rounding. So two modules that compute the same agree in
+float64 even where float32 loses all digits of a result: a gradient that is 0 up to rounding, divided by its own root.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from xrlflow.passes.compiler import CompilerError
 _F16, _F32, _F64, _C64, _TUPLE, _BF16, _C128 = 10, 11, 12, 15, 13, 16, 18
 _WIDER = {_F16: _F64, _F32: _F64, _BF16: _F64, _C64: _C128}
 _EXACT = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 9, _F64, _C128, _TUPLE, 17})  # truth values, integers, tokens
-# Of these, what is computed depends on the width of the type, or on nothing that we know.
+# Instructions whose result depends on the width of the type, or on something outside the module.
 _REFUSED = frozenset({"infeed", "outfeed", "recv", "rng", "send", "stochastic-convert"})
 # The distance from 1 to the next number.
 _UNITS = {_F16: 2.0**-10, _F32: 2.0**-23, _C64: 2.0**-23, _BF16: 2.0**-7}
 
 
 def widened(data: bytes, nudge: int = 0) -> bytes:
-    """A serialized HloModuleProto in float64. `nudge`: constants but powers of two are moved by one unit of their own
-    type in the last place, up or down by this seed; 0: they stay what they are.
+    """A serialized HloModuleProto in float64. `nudge`: a seed by which constants (except powers of two) change by one
+    unit of their own type in the last place, up or down; 0: none.
 
-    Raises CompilerError if the module has instructions of which float64 makes something else.
+    Raises CompilerError if the module has instructions that compute something else in float64.
     """
     module = hlo.parse(data, full=True)
     generator = np.random.default_rng(nudge) if nudge else None
@@ -57,7 +57,7 @@ def _program(program: Any) -> None:
 
 
 def _shape(shape: Any) -> None:
-    """Raises CompilerError for floats of 8 bits and less: who uses them wants their rounding."""
+    """Raise CompilerError for floats of 8 bits and less: with these, rounding is part of what the module computes."""
     if shape.element_type in _WIDER:
         shape.element_type = _WIDER[shape.element_type]
     elif shape.element_type not in _EXACT:
@@ -72,16 +72,15 @@ def _has_floats(shape: Any) -> bool:
 
 @dataclass(slots=True)
 class _Computation:
-    """A computation that becomes wide. `shapes`: of its instructions before; `floats`: those with floats that become
-    wider; from `free` on, ids are not used."""
+    """A computation that is converted."""
 
-    shapes: dict[int, Any]
-    floats: set[int]
-    free: int
+    shapes: dict[int, Any]  # of its instructions, before the conversion
+    floats: set[int]  # instructions with floats that become wider
+    free: int  # ids from here on are unused
     generator: np.random.Generator | None
 
     def widened(self, instruction: Any) -> list[Any]:
-        """An instruction in float64, with conversions around it if it is about the bits of a float."""
+        """An instruction in float64, with conversions around it if it accesses the bits of a float."""
         if instruction.opcode in _REFUSED:
             raise CompilerError(f"{instruction.opcode} {instruction.name} is something else in float64")
         if instruction.opcode == "custom-call" and self.floats & {instruction.id, *instruction.operand_ids}:
@@ -96,7 +95,8 @@ class _Computation:
         return [instruction]
 
     def _bits(self, instruction: Any) -> list[Any]:
-        """The bits are those of the narrow type: the operand is narrowed before, or the result widened after."""
+        """An instruction on the bits of the narrow type: its operand is narrowed before, or its result widened
+        after."""
         made = [instruction]
         if instruction.operand_ids[0] in self.floats:
             narrow = self._conversion(instruction, self.shapes[instruction.operand_ids[0]])
@@ -106,14 +106,14 @@ class _Computation:
         if instruction.id in self.floats:
             wide = self._conversion(instruction, instruction.shape)
             _shape(wide.shape)
-            # It takes the place of the instruction for its readers.
+            # Readers of the instruction read this one instead.
             wide.id, instruction.id = instruction.id, wide.id
             wide.operand_ids.append(instruction.id)
             made.append(wide)
         return made
 
     def _conversion(self, instruction: Any, shape: Any) -> Any:
-        """A new conversion to a shape. `instruction`: one of the message class of instructions."""
+        """A new conversion to a shape. `instruction`: any instruction, for its message class."""
         made = type(instruction)(name=f"xrlflow.convert.{self.free}", opcode="convert", id=self.free)
         made.shape.CopyFrom(shape)
         self.free += 1
@@ -121,7 +121,7 @@ class _Computation:
 
 
 def _literal(literal: Any, generator: np.random.Generator | None) -> None:
-    """The numbers of a constant as float64, moved if there is a generator."""
+    """Convert the numbers of a constant to float64, changed by one unit if there is a generator."""
     kind = literal.shape.element_type
 
     def moved(numbers: Any) -> Any:
@@ -129,7 +129,7 @@ def _literal(literal: Any, generator: np.random.Generator | None) -> None:
         if generator is None:
             return values
         signs = generator.choice((-1.0, 1.0), values.shape)
-        # Powers of two scale without rounding.
+        # Powers of two multiply without rounding.
         return np.where(np.frexp(np.abs(values))[0] == 0.5, values, values * (1 + _UNITS[kind] * signs))
 
     match kind:

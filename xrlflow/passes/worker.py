@@ -1,6 +1,6 @@
-"""The process that runs XLA for `XlaCompiler`. A pass may abort it: then the pool starts another.
+"""The process that runs XLA for `XlaCompiler`. A pass may crash it: then the pool starts another one.
 
-It loads jaxlib alone, not jax. Its hand answers one request after the other.
+It loads jaxlib alone, not jax. Its handler replies to one request after the other.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ Options: TypeAlias = tuple[tuple[str, str | int | bool], ...]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read HLO text, StableHLO text or bytecode, or a serialized HloModuleProto. Answer: Loaded."""
+    """Read HLO text, StableHLO text or bytecode, or a serialized HloModuleProto. Reply: Loaded."""
 
     source: str | bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """Run the passes that these options enable on a module with this digest.
+    """Run the passes that these options enable on the module with this digest.
 
-    `unbatched`: refuse the module if a gather or scatter has batch dimensions. Answer: Loaded; None: nothing changed.
+    `unbatched`: refuse a module in which a gather or scatter has batch dimensions. Reply: Loaded; None: nothing
+    changed.
     """
 
     data: bytes
@@ -45,30 +46,30 @@ class Transform:
 
 @dataclass(frozen=True, slots=True)
 class Print:
-    """A module as HLO text. Answer: str."""
+    """Convert a module to HLO text. Reply: str."""
 
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """All of XLA's HLO passes, with layouts and fusion, as a compilation runs them. Answer: Summary."""
+    """Run all of XLA's HLO passes, with layouts and fusion, as a compilation does. Reply: Summary."""
 
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """Run modules in float64. `nudge`: with constants that are moved by this seed; 0: not."""
+    """Run modules in float64. `nudge`: a seed by which constants change; 0: they do not."""
 
     nudge: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Run modules of one interface on the same inputs: on each of them for their outputs, then `repetitions` times in
-    turn on the first one for times. Inputs are drawn as `like` needs them. `quick`: compile with little effort.
-    `wide`: in float64 (see `wide`). Answer: Executed.
+    """Run modules of one interface on the same inputs: on each of `inputs` for their outputs, then on the first one for
+    times, `repetitions` interleaved runs of each. Inputs are drawn to suit the module `like`. `quick`: compile with
+    little effort. `wide`: in float64 (see `wide`). Reply: Executed.
     """
 
     like: bytes
@@ -88,7 +89,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """The outputs of each module on each draw, and the seconds of each run of each module."""
+    """The outputs of each module on each of the inputs, and the seconds of each run of each module."""
 
     outputs: tuple[tuple[tuple[Array, ...], ...], ...]
     seconds: tuple[tuple[float, ...], ...]
@@ -96,14 +97,14 @@ class Executed:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """XLA, or we, said no. `error`: one line. `lasting`: it will say so again."""
+    """XLA, or this package, refuses a request. `error`: one line. `lasting`: a repetition would be refused, too."""
 
     error: str
     lasting: bool = True
 
 
-_RECENT = 64  # modules of which a worker remembers two forms
-_PROGRAMS = 8  # compiled for comparisons, that are kept
+_RECENT = 64  # modules of which a worker remembers two representations
+_PROGRAMS = 8  # compiled programs that are kept for comparisons
 # Compiling a training step of a small GPT-2 takes 0.5 s of CPU time with these, and 2.6 s without.
 _QUICK: Options = (
     ("xla_backend_optimization_level", 0),
@@ -114,21 +115,21 @@ _QUICK: Options = (
 Request: TypeAlias = Load | Transform | Print | Whole | Execute
 
 
-# HLO text begins with its name, after comments.
+# HLO text begins with the word HloModule, after comments.
 _HLO_TEXT = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*HloModule\b", re.DOTALL)
 _HLO_DEVICES = re.compile(r"\b(replica_count|num_partitions)=(\d+)")
 _STABLEHLO_DEVICES = re.compile(r"\bmhlo\.(num_replicas|num_partitions) = (\d+)")
 
 
 def _for_one_device(found: Sequence[tuple[str, str]]) -> None:
-    """Raises CompilerError for a module of several devices: XLA would forget them, and compute something else."""
+    """Raise CompilerError for a module of several devices: XLA would ignore that, and compute something else."""
     for name, count in found:
         if int(count) > 1:
             raise CompilerError(f"the module is for several devices ({name} {count}); only one is supported")
 
 
 class Xla:
-    """The hand of a worker: a CPU client, and the hook through which modules come out."""
+    """The handler of a worker: a CPU client of XLA, and the hook that receives modules."""
 
     def __init__(self) -> None:
         from jaxlib import _hlo, _jax, _xla, xla_client
@@ -139,15 +140,15 @@ class Xla:
         self._taken: list[bytes] = []
         self._taking = False
         _xla.register_xla_transform("xrlflow", 0, self._take)
-        # By the digest of a module: what it is as StableHLO, and how it looks after a pass without effect, which spares
-        # most of the digests. Searches come back to modules.
+        # By the digest of a module: its StableHLO, and the module after a pass without effect (which saves most
+        # computations of digests). Searches return to modules.
         self._converted = _Recent()
         self._idle = _Recent()
-        # What was compiled last for a comparison, by module: results are compared more than once.
+        # The programs compiled last for comparisons, by module: results are compared more than once.
         self._programs: OrderedDict[tuple[bytes, Wide | None], Any] = OrderedDict()
 
     def _take(self, module: bytes) -> None:
-        """Called by XLA after the HLO passes. An error ends the compilation, which is what we want."""
+        """The hook that XLA calls after the HLO passes. It raises an error to end the compilation."""
         if self._taking:
             self._taken.append(module)
             raise _Enough
@@ -158,7 +159,7 @@ class Xla:
         return options
 
     def passes(self, stablehlo: bytes, chosen: Options) -> bytes:
-        """The HLO module after these passes. Raises CompilerError if XLA fails before the end of them."""
+        """The HLO module after these passes. Raises CompilerError if XLA fails before their end."""
         self._taken.clear()
         self._taking = True
         try:
@@ -173,7 +174,7 @@ class Xla:
         return self._taken.pop()
 
     def stablehlo(self, data: bytes, digest: str = "") -> bytes:
-        """StableHLO bytecode of a serialized HLO module: what XLA's compiler takes."""
+        """A serialized HLO module as StableHLO bytecode, the input of XLA's compiler."""
         if (known := self._converted.get(digest)) is not None:
             return known
         try:
@@ -185,7 +186,7 @@ class Xla:
         return converted
 
     def imported(self, stablehlo: str | bytes) -> bytes:
-        """The HLO module that XLA makes of StableHLO before its first pass."""
+        """The HLO module to which XLA converts StableHLO before its first pass."""
         try:
             computation = self.jax.mlir.mlir_module_to_xla_computation(stablehlo)
         except Exception as error:
@@ -194,9 +195,9 @@ class Xla:
         return proto
 
     def landed(self, data: bytes) -> Loaded:
-        """A module as the next pass will see it: what XLA's importer makes of it.
+        """A module after XLA's importer, as the next pass will see it.
 
-        The importer folds reshapes of reshapes and the like. If it ran at the start of the next pass instead, passes
+        The importer folds reshapes of reshapes and the like. If it ran only at the start of the next pass, passes
         without effect would seem to have one.
         """
         imported = self.imported(self.stablehlo(data))
@@ -207,11 +208,11 @@ class Xla:
         return Loaded(imported, hlo.digest(message), summary)
 
     def costs(self, data: bytes) -> tuple[float, float]:
-        """Bytes accessed and flops by XLA's own cost analysis, which does not know calls to other libraries: they read
-        their operands, write their results, and count no flops."""
+        """Bytes accessed and flops by XLA's cost analysis, which ignores calls to other libraries: for these, the bytes
+        of operands and results are added, and no flops."""
         module = self.hlo.HloModule.from_serialized_hlo_module_proto(data)
         found = self.jax.hlo_module_cost_analysis(self.client, module)
-        # It says -1 for each, of everything.
+        # The cost analysis returns -1 for unknown figures.
         unknown = max(0.0, -found.get("optimal_seconds", 0.0))
         moved = hlo.bytes_of_calls(hlo.parse(data)) if unknown else 0
         return float(found.get("bytes accessed", 0.0) + unknown + moved), float(
@@ -235,11 +236,11 @@ class Xla:
         else:
             hlo.check_interface(hlo.parse(source))
             data = source
-        # Twice: jax's own module has calls and tuples that go away only at the second time.
+        # Twice: some calls and tuples of jax's own modules go away only in the second import.
         return self.landed(self.landed(data).data)
 
     def attributes(self, source: str | bytes) -> str:
-        """What a StableHLO module says of itself, beside its functions."""
+        """The attributes of a StableHLO module, without its functions."""
         if isinstance(source, str):
             return source.partition("func.func")[0]
         from jaxlib.mlir import ir
@@ -255,7 +256,7 @@ class Xla:
                 dialect.register_dialect(context)
             try:
                 module = self.jax.mlir.deserialize_portable_artifact(source)
-            except Exception:  # bytecode of MLIR itself, not of a version of StableHLO
+            except Exception:  # bytecode of MLIR itself instead of StableHLO's versioned format
                 module = ir.Module.parse(source)
             held = module.operation.attributes
             return ", ".join(f"{name} = {held[name]}" for name in held)
@@ -272,7 +273,7 @@ class Xla:
             return None
         if idle is None:
             found = hlo.parse(after)
-            # A digest takes longer than to see that instructions were added or removed.
+            # Comparing the numbers of instructions is quicker than a digest.
             if hlo.sizes(found) == hlo.sizes(hlo.parse(request.data)) and hlo.digest(found) == request.digest:
                 self._idle.put(request.digest, plain)
                 return None
@@ -288,7 +289,7 @@ class Xla:
         return text
 
     def whole(self, data: bytes) -> Summary:
-        """Counts after all HLO passes. What is fused counts where it is computed."""
+        """Counts after all HLO passes. Fused instructions count where they are computed."""
         after = self.passes(self.stablehlo(data), ())
         counts = hlo.counts(hlo.parse(after))
         return Summary(counts.operations, *self.costs(after), counts.opcodes, counts.computations)
@@ -314,7 +315,7 @@ class Xla:
             taking = placed(drawn[0])
             for _ in range(request.repetitions):
                 for program, taken in zip(programs, seconds):
-                    if any(i.is_deleted() for i in taking):  # a module may take over the memory of its inputs
+                    if any(i.is_deleted() for i in taking):  # a module may reuse the memory of its inputs
                         taking = placed(drawn[0])
                     jax.block_until_ready(taking)
                     begin = time.perf_counter()
@@ -346,14 +347,14 @@ class Xla:
         return program
 
     def do(self, order: Request) -> Any:
-        """The answer to a request."""
+        """The reply to a request."""
         try:
             return self._answer(order)
         except CompilerError as error:
             return Refusal(str(error))
         except MemoryError as error:
             return Refusal(f"it needs more memory than there is: {_first_line(error)}", lasting=False)
-        except Exception as error:  # a mistake of ours or of XLA's in one module ends no others
+        except Exception as error:  # an error in one module must not end the worker
             return Refusal(f"{type(error).__name__}: {_first_line(error)}", lasting=False)
 
     def _answer(self, request: Request) -> Any:
@@ -371,7 +372,7 @@ class Xla:
 
 
 class _Recent:
-    """Bytes by their keys, the last ones that were used."""
+    """A cache of bytes by key, with the entries that were used last."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, bytes] = OrderedDict()
@@ -389,11 +390,11 @@ class _Recent:
 
 
 class _Enough(Exception):
-    """Ends a compilation after the HLO passes."""
+    """Raised by the hook to end a compilation after the HLO passes."""
 
 
 def _first_line(error: BaseException) -> str:
-    """The message up to its stack trace on one line. A parser's message goes on below its first line."""
+    """The first line of a message, without its stack trace. Messages of parsers are joined to one line."""
     lines = [line for line in str(error).partition("*** Begin stack trace")[0].splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

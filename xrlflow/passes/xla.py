@@ -1,11 +1,11 @@
 """XLA's HLO passes on the CPU, one at a time, in worker processes (`hlo_passes` lists them and says what one pass is).
 
-A module is a serialized HloModuleProto as XLA's importer leaves it: what the next pass, and in the end XLA's compiler,
-will see. This process does not load jaxlib; workers do, because some passes abort when others have not run before
-them. Such a pass has failed, and the module is as it was.
+A module is a serialized HloModuleProto after XLA's importer: what the next pass, and finally XLA's compiler, will see.
+This process does not load jaxlib; workers do, because some passes abort if other ones have not run before. Such a pass
+counts as failed, and the module stays as it was.
 
 `operations` counts the live instructions of all computations that are used, without parameters, constants, tuples and
-their elements (see `hlo.counts`). Bytes and flops are XLA's own cost analysis.
+their elements (see `hlo.counts`). Bytes and flops are those of XLA's cost analysis.
 """
 
 from __future__ import annotations
@@ -50,27 +50,26 @@ if TYPE_CHECKING:
 Outputs: TypeAlias = tuple[tuple[Array, ...], ...]
 _Draws: TypeAlias = tuple[Inputs, ...]
 
-# A new number when the same pass gives another module, or other figures: results of older versions in the cache are
-# then passed over.
+# Incremented when a pass gives another module, or other figures, than before. The cache then ignores earlier results.
 _SEMANTICS = 3
-# The inputs of a comparison. They cost little beside compiling the modules.
+# The inputs of a comparison: running them takes little time compared with compiling the modules.
 _IDLE = 50_000  # modules whose passes without effect are remembered
 _DRAWS = (Floats.NORMAL, Floats.NORMAL, Floats.POSITIVE, *(3 * (Floats.SPARSE,)))
-# How often it is observed how far outputs move. Constants that move must be compiled each time.
+# How often the movement of outputs is observed. With changed constants, each time needs a compilation.
 _NUDGES, _WIDE_NUDGES = 16, 4
 _RANDOM = frozenset({"rng", "rng-get-and-update-state"})
 _TALKING = frozenset({"infeed", "outfeed", "recv", "recv-done", "send", "send-done"})
-_REFERENCES = 24  # whose outputs are kept
-_ROUNDS = 20  # of the default order until the number of operations stays the same
+_REFERENCES = 24  # how many modules' outputs are kept
+_ROUNDS = 20  # limit on the repetitions of the default order
 
 
 @dataclass(frozen=True, slots=True)
 class XlaOptions:
-    """`workers` run passes at the same time. A pass may take `seconds`. `remember`: bytes of modules kept in memory."""
+    """The limits of the compiler."""
 
-    workers: int = field(default_factory=default_threads)
-    seconds: float = 60.0
-    remember: int = 1 << 27
+    workers: int = field(default_factory=default_threads)  # processes that run passes
+    seconds: float = 60.0  # the time limit of a pass
+    remember: int = 1 << 27  # bytes of modules kept in memory
 
 
 class _NotWide(Exception):
@@ -80,7 +79,7 @@ class _NotWide(Exception):
 class XlaCompiler:
     """The HLO passes of the installed jaxlib as a `Compiler`. Use it in a `with` statement, or close it.
 
-    `cache`: where results are kept between programs; None: nowhere. `passes`: the names to offer, by default all.
+    `cache`: keeps results between programs; None: there is no cache. `passes`: the names of its passes, by default all.
     Raises CompilerError if jax is missing, or a pass does not exist.
     """
 
@@ -93,7 +92,7 @@ class XlaCompiler:
     ) -> None:
         self.options = options if options is not None else XlaOptions()
         self._name = f"xla {_version()} v{_SEMANTICS}"
-        # Some passes ask what the processor can do.
+        # The effect of some passes depends on the processor.
         self._key = f"{self._name}, {cpu_name()}"
         self._cache = cache
         self._known = {p.name: p for p in hlo_passes.PASSES}
@@ -108,7 +107,7 @@ class XlaCompiler:
                 "JAX_PLATFORMS": "cpu",
                 "JAX_ENABLE_X64": "1",
                 "TF_CPP_MIN_LOG_LEVEL": "2",
-                "XLA_FLAGS": "",  # which would change what passes do
+                "XLA_FLAGS": "",  # the user's flags would change what passes do
             },
         )
         self._modules: OrderedDict[str, Module] = OrderedDict()
@@ -117,7 +116,7 @@ class XlaCompiler:
         self._references: OrderedDict[tuple[str, _Draws, Wide | None], Outputs] = OrderedDict()
         self._comparisons: dict[tuple[str, str, bytes], Comparison] = {}
         self.steps = 0
-        """Passes that a worker ran, and did not come from the cache."""
+        """The number of passes that workers ran, without those from the cache."""
 
     @property
     def name(self) -> str:
@@ -133,7 +132,7 @@ class XlaCompiler:
 
     @property
     def crashes(self) -> int:
-        """The workers that passes have ended so far."""
+        """The number of workers that passes have crashed so far."""
         return self._pool.deaths
 
     def load(self, source: str | bytes) -> Module:
@@ -143,7 +142,7 @@ class XlaCompiler:
         return _module(self._answer(Load(source)))
 
     def write(self, module: Module) -> str:
-        """HLO text."""
+        """The module as HLO text."""
         text: str = self._answer(Print(module.data))
         return text
 
@@ -166,7 +165,7 @@ class XlaCompiler:
         return [found for name in names if (found := known[name]) is not None]
 
     def without_effect(self, module: Module) -> frozenset[str]:
-        """The passes that need instructions of certain kinds, of which the module has none."""
+        """The passes that need kinds of instructions that the module lacks."""
         found = self._idle.get(module.digest)
         if found is None:
             kinds = {kind for kind, _ in module.summary.opcodes}
@@ -182,8 +181,8 @@ class XlaCompiler:
         return found
 
     def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
-        """XLA's own pipelines up to the assignment of layouts, with these passes alone, repeated until the number of
-        operations stays the same (at most 20 times)."""
+        """The module after XLA's own pipelines up to the assignment of layouts, with these passes only, repeated until
+        the number of operations stays the same (at most 20 times)."""
         for name in names or ():
             self._check(name)
         options = default_order(self._passes if names is None else names)
@@ -195,12 +194,12 @@ class XlaCompiler:
         return module
 
     def default_once(self, module: Module) -> Module:
-        """XLA's own pipelines with these passes alone, once, as a compilation runs them."""
+        """The module after XLA's own pipelines with these passes only, once, as a compilation runs them."""
         return self._ordered(module, default_order(self._passes)) or module
 
     def whole(self, module: Module) -> Summary:
-        """Figures after all of XLA's passes, with layouts and fusion. Not comparable to those of `default`: what is
-        fused with several readers is computed, and counted, once for each."""
+        """Figures after all of XLA's passes, with layouts and fusion. They are not comparable with those of `default`:
+        an instruction that is fused with several readers is computed, and counted, once for each."""
         summary: Summary = self._answer(Whole(module.data))
         return summary
 
@@ -210,7 +209,7 @@ class XlaCompiler:
     def compare(
         self, reference: Module, module: Module, seed: int = 0, inputs: Sequence[Arrays] = ()
     ) -> Comparison:
-        """See `equality`. Modules without a counterpart in float64 are compared in their own types alone."""
+        """See `equality`. Modules without a counterpart in float64 are compared in their own types only."""
         _check_alone(reference)
         draws: _Draws = tuple(Draw(len(_DRAWS) * seed + number, form) for number, form in enumerate(_DRAWS))
         draws += tuple(given(arrays) for arrays in inputs)
@@ -239,8 +238,8 @@ class XlaCompiler:
         return replace(first, note=second.note, worst=max(first.worst, second.worst))
 
     def _moved(self, reference: Module, draws: _Draws, wide: bool) -> list[Outputs]:
-        """The outputs of a reference with inputs that are moved by one unit in the last place, several times; in
-        float64 with constants that are moved, too."""
+        """The outputs of a reference with inputs that change by one unit in the last place, several times; in float64
+        with constants that change, too."""
 
         def moved(nudge: int) -> _Draws:
             return tuple(replace(d, nudge=nudge) for d in draws)
@@ -253,7 +252,7 @@ class XlaCompiler:
         return [outputs[n : n + len(draws)] for n in range(0, len(outputs), len(draws))]
 
     def _expected(self, reference: Module, draws: _Draws, wide: Wide | None = None) -> Outputs:
-        """The outputs of a reference on each draw. Those of a few references are kept."""
+        """The outputs of a reference on each draw. Those of the latest references are kept."""
         key = reference.digest, draws, wide
         found = self._references.get(key)
         if found is None:
@@ -274,9 +273,9 @@ class XlaCompiler:
         return answer.outputs[0]
 
     def _check_room(self, module: Module, times: int) -> None:
-        """Raises CompilerError if inputs and outputs need more memory than is free. A system that has promised it ends
-        the program when it is used."""
-        # In a worker, on their way, and here.
+        """Raise CompilerError if inputs and outputs need more memory than is free. (A system that overcommits memory
+        would kill the program later.)"""
+        # They exist three times: in a worker, in transfer, and here.
         needed = 3 * times * hlo.interface_bytes(hlo.parse(module.data))
         if needed > available_memory():
             self._references.clear()
@@ -288,9 +287,9 @@ class XlaCompiler:
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
     ) -> list[tuple[float, ...]]:
-        """Seconds of the modules compiled with XLA's default options, so all passes run again.
+        """Seconds of the modules compiled with XLA's default options, which run all of XLA's passes.
 
-        The first run of each, which its outputs come from, is not counted.
+        The first run of each, which gives its outputs, does not count.
         """
         _check_alone(modules[0])
         found: Executed = self._answer(
@@ -299,7 +298,7 @@ class XlaCompiler:
         return list(found.seconds)
 
     def close(self) -> None:
-        """End the workers. The cache stays open: it is the caller's."""
+        """End the workers. The cache stays open, as it belongs to the caller."""
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -315,7 +314,7 @@ class XlaCompiler:
             raise CompilerError(f"XLA has no pass {name!r}; there are: {', '.join(self._known)}")
 
     def _answer(self, request: Any) -> Any:
-        """The answer to a request that must not fail. Raises CompilerError."""
+        """The reply to a request that must not fail. Raises CompilerError if it does."""
         answer = self._pool.ask(request)
         match answer:
             case Refusal(error, _):
@@ -329,7 +328,7 @@ class XlaCompiler:
         return None if answer is None else _module(answer)
 
     def _remember(self, module: Module, name: str) -> Applied | None:
-        """What is known of a pass on a module."""
+        """The remembered result of a pass on a module; None if there is none."""
         if self._cache is None:
             return None
         outcome = self._cache.outcome(self._key, module.digest, name)
@@ -357,7 +356,7 @@ class XlaCompiler:
                 found = Applied(module, False, reason)
                 ended = "SIGABRT" in reason or "SIGSEGV" in reason
                 if not ended or "bad_alloc" in reason:
-                    return found  # it may go better next time, with more time or memory
+                    return found  # not stored: with more time or memory the pass may succeed
             case _:
                 raise CompilerError(f"a worker gave an unexpected answer: {answer!r}")
         if self._cache is not None:
@@ -368,7 +367,7 @@ class XlaCompiler:
         return found
 
     def _keep(self, module: Module) -> None:
-        """Keep a module in memory; those that were not used for longest go."""
+        """Keep a module in memory, and drop those that were not used for longest."""
         if module.digest not in self._modules:
             self._remembered += len(module.data)
         self._modules[module.digest] = module
@@ -379,7 +378,7 @@ class XlaCompiler:
 
 
 def _check_alone(module: Module) -> None:
-    """Raises CompilerError for a module that does not run alone, or never twice the same."""
+    """Raise CompilerError for a module that needs other programs, or whose results differ in each run."""
     for kind, _ in module.summary.opcodes:
         if kind in _RANDOM:
             raise CompilerError(

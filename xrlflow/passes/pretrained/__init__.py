@@ -1,9 +1,9 @@
-"""What the package knows of XLA's passes. `CARD.md` in this folder says where it is from."""
+"""The package's agent and sequence for XLA's passes. `CARD.md` in this folder documents their training."""
 
 from pathlib import Path
 
 PRETRAINED = Path(__file__).with_name("agent.safetensors")
-"""An agent."""
+"""The file of an agent."""
 SEQUENCE = (
     "algsimp", "cse", "reshape-mover", "call-inliner", "constant_folding", "algsimp", "reshape-mover",
     "transpose-folding", "cse",

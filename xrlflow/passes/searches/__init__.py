@@ -1,4 +1,4 @@
-"""Searches for orders of passes. All take a compiler, a module, a `Budget` and a seed, and give an `Order`."""
+"""Searches for orders of passes. Each takes a compiler, a module, a `Budget` and a seed, and returns an `Order`."""
 
 from xrlflow.passes.searches.reducing import reducing
 from xrlflow.passes.searches.sequences import Fixed, evolve, fixed, follow, refined

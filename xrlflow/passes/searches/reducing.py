@@ -1,4 +1,4 @@
-"""The compiler's own order without the passes that do not reduce: a control that looks for no order at all."""
+"""The compiler's own order without the passes that do not reduce the metric: a control without a search for orders."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def reducing(
     metric: Metric = Metric.OPERATIONS,
     say: Callable[[str], None] | None = None,
 ) -> tuple[str, ...]:
-    """The passes of the compiler's own order that are of use to these modules.
+    """The passes of the compiler's own order that reduce the metric of these modules.
 
-    From the first to the last, a pass is dropped if the rest, in the compiler's own order repeated to its fixpoint,
-    leaves no more of the metric without it (the geometric mean over the modules). That is repeated until no pass is
-    dropped. `say` is told of each pass that is. Raises CompilerError if the whole order fails.
+    From the first to the last, a pass is dropped if the remaining ones, in the compiler's own order repeated to its
+    fixpoint, reduce the metric as much without it (by the geometric mean over the modules). That is repeated until no
+    pass is dropped. `say` receives a line for each dropped pass. Raises CompilerError if the whole order fails.
     """
 
     def left(names: Sequence[str]) -> float:
@@ -34,7 +34,7 @@ def reducing(
             fewer = [other for other in kept if other != name]
             try:
                 value = left(fewer)
-            except CompilerError:  # another pass fails without this one
+            except CompilerError:  # another pass fails without this one, so this one stays
                 continue
             if value <= least + 1e-12:
                 kept, least = fewer, value

@@ -1,7 +1,7 @@
-"""Searches for whole sequences: evolution on one module, and the fixed best sequence for several modules.
+"""Searches for whole sequences: evolution on one module, and the best fixed sequence for several modules.
 
-What is shared with an earlier sequence is known to the meter. So a sequence that was changed at one place costs the
-passes after this place alone.
+The meter remembers the passes of earlier sequences. So a sequence that is changed at one position costs only the passes
+after this position.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from xrlflow.passes.searches.steps import Budget, Explorer, Meter, Node, Order, 
 
 Passes = tuple[str, ...]
 _POPULATION = 8
-# Sequences in a row that ran no pass: what mutations reach is known.
+# A search ends after so many sequences in a row that ran no new pass.
 _IDLE = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """One sequence for all modules, and the geometric mean of (best value on its way / initial value) over those that
-    it was made for."""
+    """One sequence for all modules."""
 
     passes: Passes
-    ratio: float
+    ratio: float  # the geometric mean of (best value along the sequence / initial value) over the modules
     steps: int
     seconds: float
 
@@ -36,7 +35,7 @@ class Fixed:
 def evolve(
     compiler: Compiler, module: Module, budget: Budget, seed: int = 0, metric: Metric = Metric.OPERATIONS
 ) -> Order:
-    """Sequences that are changed and crossed at random; the best ones are kept."""
+    """Evolution: sequences are changed and crossed at random, and the best ones survive."""
     explorer = Explorer(compiler, module, budget, metric)
     generator = np.random.default_rng(seed)
     names = explorer.passes
@@ -60,7 +59,7 @@ def refined(
     seed: int = 0,
     metric: Metric = Metric.OPERATIONS,
 ) -> Order:
-    """Go on from a sequence: `improve`, without preference for a pass."""
+    """Improve a sequence by `improve`, without preference for a pass."""
     explorer = Explorer(compiler, module, budget, metric)
 
     def go_on() -> None:
@@ -71,10 +70,10 @@ def refined(
 
 
 def improve(explorer: Explorer, ranked: Callable[[Node], Sequence[str]], seed: int) -> None:
-    """Better the best order, for as long as the budget lasts. Raises Over.
+    """Improve the best order, until the budget is used up. Raises Over.
 
-    First, passes are added: of those that `ranked` names for a module, the likeliest first, the first one that betters
-    it, until none does. Then comes evolution that begins with this order.
+    First, passes are appended: of the passes that `ranked` returns for a node, in this order, the first one that
+    improves the module, until none does. Then comes evolution from this order.
     """
     node, bettered = explorer.best, True
     while bettered and len(node.passes) < explorer.budget.horizon:
@@ -106,10 +105,10 @@ def fixed(
     seed: int = 0,
     metric: Metric = Metric.OPERATIONS,
 ) -> Fixed:
-    """The sequence that is best for several modules together: greedy construction, then evolution from there.
+    """The sequence that is best for several modules together: greedy construction, then evolution from the result.
 
-    Passes are chosen by the sum of the logarithms of what they leave. The steps of the budget are those on all modules
-    together.
+    Sequences are compared by the sum of the logarithms of the values after them. The steps of the budget are those on
+    all modules together.
     """
     meter = Meter(compiler, budget)
     explorers = [Explorer(meter, module, budget, metric) for module in modules]
@@ -129,7 +128,7 @@ def fixed(
             _evolution(measured, [best[0][1]], meter.passes, budget.horizon, meter, generator)
         except Over:
             pass
-        except Refused:  # a step that changes what a module computes: without it, what is known costs nothing
+        except Refused:  # a step changes what a module computes: search again without it
             continue
         value, passes = best[0]
         if all(e.check(e.replay(passes)) for e in explorers):
@@ -144,7 +143,7 @@ def follow(
     budget: Budget,
     metric: Metric = Metric.OPERATIONS,
 ) -> Order:
-    """Run a sequence. The order ends at the best prefix, as always."""
+    """The order of a sequence. It ends at the best prefix, as always."""
     explorer = Explorer(compiler, module, budget, metric)
     return until_over(explorer, lambda: explorer.replay(passes))
 
@@ -156,7 +155,7 @@ def _together(nodes: Sequence[tuple[Node, Explorer]]) -> float:
 
 
 def _built(explorers: Sequence[Explorer], horizon: int) -> Passes:
-    """Passes one after the other, each the best for all modules together. Without steps left, what there is."""
+    """Append passes, each the best one for all modules together. Returns the sequence so far if no steps are left."""
     nodes = [e.root for e in explorers]
     built: list[str] = []
     try:
@@ -182,9 +181,9 @@ def _evolution(
     meter: Meter,
     generator: np.random.Generator,
 ) -> None:
-    """Steady-state evolution: a child of one or two of the population takes the place of the worst, if it is as good.
+    """Steady-state evolution: a child of one or two sequences replaces the worst one, if it is as good.
 
-    Of equals the newest come first: passes that bring nothing yet may stay until others make use of them.
+    Of equally good sequences the newest come first: passes without gain may stay until others use what they do.
     """
     population = [(measured(passes), passes) for passes in dict.fromkeys(first)]
     idle = 0
@@ -203,10 +202,12 @@ def _evolution(
 def _child(
     parents: Sequence[Passes], names: Sequence[str], horizon: int, generator: np.random.Generator
 ) -> Passes:
-    """A new sequence: the begin of a parent and the end of another, or a parent; then one to three changes."""
+    """A new sequence: the beginning of a parent and the end of another, or one parent; then one to three changes."""
 
     def one() -> Passes:
-        return parents[int(len(parents) * generator.random() ** 2)]  # the first ones are the best
+        return parents[
+            int(len(parents) * generator.random() ** 2)
+        ]  # prefers the first ones, which are the best
 
     made = list(one())
     if generator.random() < 0.3:

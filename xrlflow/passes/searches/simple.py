@@ -1,4 +1,4 @@
-"""Searches without memory of more than a few nodes: random choice, greedy choice, beam."""
+"""Searches that remember at most a few nodes: random choice, greedy choice, beam."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def random(
 ) -> Order:
     """Episodes that draw each pass with equal probability, from the first module until the horizon.
 
-    Passes that the search has seen to have no effect on a module are not drawn there again.
+    Passes that were observed to have no effect on a module are not drawn there again.
     """
     explorer = Explorer(compiler, module, budget, metric)
     generator = np.random.default_rng(seed)
 
     def play() -> None:
         idle = 0
-        while idle < 1000:  # episodes in a row of which every step is known: there is nothing more to see
+        while idle < 1000:  # episodes in a row that ran no new pass: nothing more can be reached
             before = explorer.meter.steps
             node = explorer.root
             for _ in range(budget.horizon):
@@ -36,7 +36,7 @@ def random(
 def greedy(
     compiler: Compiler, module: Module, budget: Budget, seed: int = 0, metric: Metric = Metric.OPERATIONS
 ) -> Order:
-    """The pass that brings most, until none brings anything. The first of equals is taken; nothing is drawn."""
+    """The pass with the largest gain, until no pass gains. Of equal ones the first is chosen; nothing is random."""
     explorer = Explorer(compiler, module, budget, metric)
 
     def descend() -> None:
@@ -59,9 +59,9 @@ def beam(
     metric: Metric = Metric.OPERATIONS,
     width: int = 4,
 ) -> Order:
-    """All passes on each of the `width` best new modules of the last round, better than before or not.
+    """Run all passes on each of the `width` best new modules of the last round, whether or not they are improvements.
 
-    Which of equal modules are kept is drawn.
+    Which of equally good modules are kept is random.
     """
     explorer = Explorer(compiler, module, budget, metric)
     generator = np.random.default_rng(seed)

@@ -1,8 +1,8 @@
-"""What all searches share: the budget, the meter that counts the compiler's steps, and the result.
+"""The parts that all searches share: the budget, the meter that counts the compiler's steps, and the result.
 
-A *step* is one pass run on one module. What the same search asks again is remembered and costs nothing, and neither do
-passes that the compiler foresees to have no effect; for every search alike. So searches are compared at equal numbers
-of passes that a compiler had to run.
+A *step* is one pass run on one module. A repetition in the same search is answered from memory and costs nothing, and
+so are passes that the compiler knows to have no effect; for every search alike. So searches are compared at equal
+numbers of passes that the compiler had to run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from xrlflow.passes.compiler import (
     ModuleGraph,
 )
 
-# How often in a search the best module so far is compared with the first one, and the least steps between: a comparison
-# takes as long as some 20 steps.
+# How often in a search the best module so far is compared with the first one, and the minimum of steps in between: a
+# comparison takes as long as about 20 steps.
 _CHECKS, _APART = 4, 100
 _log = logging.getLogger(__name__)
 
@@ -37,30 +37,31 @@ class Over(Exception):
 
 
 class Refused(Exception):
-    """The best that a search had found computes something else than it should. It begins again, without that step."""
+    """The best module of a search computes something else than the first one. The search begins again without that
+    step."""
 
 
 @runtime_checkable
 class Foreseeing(Protocol):
-    """A compiler that knows of some passes, without running them, that they have no effect on a module."""
+    """A compiler that knows for some passes, without running them, that they have no effect on a module."""
 
     def without_effect(self, module: Module) -> Collection[str]:
-        """The names of such passes."""
+        """The names of these passes."""
         ...
 
 
 def without_effect(compiler: Compiler, module: Module) -> frozenset[str]:
-    """The passes of which the compiler knows, without running them, that they have no effect on a module."""
+    """The passes that the compiler knows, without running them, to have no effect on a module."""
     return frozenset(compiler.without_effect(module)) if isinstance(compiler, Foreseeing) else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`steps` of the compiler, orders of at most `horizon` passes, until `deadline` (time.monotonic)."""
+    """The limits of a search."""
 
-    steps: int = 500
-    horizon: int = 30
-    deadline: float | None = None
+    steps: int = 500  # passes that the compiler runs
+    horizon: int = 30  # the greatest length of an order
+    deadline: float | None = None  # time.monotonic
 
     def __post_init__(self) -> None:
         if self.steps < 0 or self.horizon < 1:
@@ -70,10 +71,10 @@ class Budget:
 
 
 class Meter:
-    """A compiler that counts its steps, and raises `Over` when there are none left. It remembers what it was asked.
+    """A compiler that counts its steps, and raises `Over` when none are left. It remembers all results.
 
-    `wrong`: the digests of modules that compute something else than they should, and why. A pass that leads to one has
-    failed.
+    `wrong`: for digests of modules that compute something else than the first one, the difference. A pass that leads to
+    such a module counts as failed.
     """
 
     def __init__(self, compiler: Compiler, budget: Budget) -> None:
@@ -105,7 +106,7 @@ class Meter:
         return self.apply_each(module, [name])[0]
 
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
-        """As `Compiler.apply_each`. Raises Over if the budget does not last for all of them."""
+        """See `Compiler.apply_each`. Raises Over if the budget is too small for all of them."""
         asked = list(dict.fromkeys(names))
         for name in self.without_effect(module).intersection(asked):
             self._known[module.digest, name] = Applied(module, False)
@@ -154,11 +155,11 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A module that a search made, the passes with an effect that led there, and its value: less is better."""
+    """A module that a search reached."""
 
     module: Module
-    passes: tuple[str, ...]
-    value: float
+    passes: tuple[str, ...]  # those with an effect that led to it
+    value: float  # the metric: lower is better
     before: Node | None = field(default=None, compare=False, repr=False)
 
     def way(self) -> list[Node]:
@@ -172,36 +173,32 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The best order that a search found. `module`: after `passes`, whose value is the least of all that were made and
-    that compute the same as the given module.
-
-    Passes without effect are left out, and an order ends at its best prefix. `initial`: the value of the given module.
-    `steps`: of the compiler. `seconds`: of the search, without the comparison of its result. `curve`: the step at which
-    each improvement was found, and its value. `refused`: for each step that would have led to something better and that
-    changes what the module computes, a line that names it.
-    """
+    """The best order of a search. Passes without effect are left out, and it ends at its best prefix."""
 
     passes: tuple[str, ...]
     module: Module
-    initial: float
+    """The module after `passes`: of all that were reached and compute the same as the original, the lowest value."""
+    initial: float  # the value of the original
     value: float
-    steps: int
-    seconds: float
+    steps: int  # of the compiler
+    seconds: float  # of the search, without the comparison of its result
     curve: tuple[tuple[int, float], ...] = field(default=(), compare=False)
+    """The step and the value of each improvement."""
     refused: tuple[str, ...] = ()
+    """Steps that would have led to a better module, but change what it computes: a line for each."""
 
     @property
     def reduction(self) -> float:
-        """The part of the initial value that is saved."""
+        """The relative reduction of the value."""
         return 1.0 - self.value / self.initial if self.initial > 0 else 0.0
 
     def value_at(self, steps: int) -> float:
-        """The least value after this many steps."""
+        """The lowest value after this many steps."""
         return min((value for step, value in self.curve if step <= steps), default=self.initial)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a search. `order`: the best one until then."""
+    """Ctrl-C during a search. `order`: the best one until then."""
 
     def __init__(self, order: Order) -> None:
         super().__init__()
@@ -209,9 +206,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Explorer:
-    """The nodes of one search. It keeps the best one, and makes nodes until the budget is over.
+    """The nodes of one search, and the best of them. It applies passes until the budget is used up.
 
-    `compared`: whether what it finds is compared with the first module.
+    `compared`: whether the search's result is compared with the first module.
     """
 
     def __init__(
@@ -240,13 +237,13 @@ class Explorer:
         return self.meter.passes
 
     def apply(self, node: Node, name: str) -> Node | None:
-        """The node after a pass, or None if the pass has no effect. Raises Over."""
+        """The node after a pass; None if the pass has no effect. Raises Over."""
         return self.each(node, (name,))[0]
 
     def each(self, node: Node, names: Sequence[str]) -> list[Node | None]:
-        """The nodes after each of several passes; None where there is no effect.
+        """The nodes after each of several passes; None for those without effect.
 
-        When the budget does not last for all of them, the first ones are run, and the next call raises Over.
+        If the budget is too small for all of them, only the first ones are run, and the next call raises Over.
         """
         try:
             found = self.meter.apply_each(node.module, names)
@@ -261,7 +258,7 @@ class Explorer:
         return tuple(name for name in self.passes if not self.meter.idle(node.module, name))
 
     def replay(self, names: Iterable[str]) -> Node:
-        """The best node on the way of these passes. Raises Over."""
+        """Apply these passes, and return the best node along the way. Raises Over."""
         node = best = self.root
         for name in names:
             node = self.apply(node, name) or node
@@ -270,7 +267,7 @@ class Explorer:
         return best
 
     def order(self) -> Order:
-        """The best order. Its module is compared with the first one only by `check`."""
+        """The best order. Only `check` compares its module with the first one."""
         return Order(
             self.best.passes, self.best.module, self.root.value, self.best.value, self.meter.steps,
             self.seconds, tuple(self.curve), tuple(self.meter.wrong.values()),
@@ -278,15 +275,15 @@ class Explorer:
 
     @property
     def seconds(self) -> float:
-        """Since the begin, without comparisons."""
+        """Seconds since the beginning, without comparisons."""
         return time.monotonic() - self.meter.begin - self._comparing
 
     def check(self, node: Node | None = None) -> bool:
-        """Compare the module of a node, of the best one by default, with the first one. If it computes something else,
-        the step that is to blame is refused from now on, the best node is one that does not come after it, and the
-        answer is False.
+        """Compare the module of a node (by default the best one) with the first one. Returns whether they compute the
+        same.
 
-        Raises CompilerError if the first module does not run.
+        If not, the step that caused it is refused from now on, and the best node becomes one that does not depend on
+        it. Raises CompilerError if the first module does not run.
         """
         if not self._compared:
             return True
@@ -314,7 +311,7 @@ class Explorer:
         return False
 
     def _first_wrong(self, way: Sequence[Node]) -> Node:
-        """The first node that computes something else, on a way whose last one does."""
+        """The first node in a path that computes something else. The last one does."""
         right, wrong = 0, len(way) - 1
         while wrong - right > 1:
             middle = (right + wrong) // 2
@@ -325,7 +322,8 @@ class Explorer:
         return way[wrong]
 
     def _difference(self, node: Node) -> str | None:
-        """What a node's module computes that the root does not. Raises CompilerError if the root does not run."""
+        """How a node's outputs differ from the root's; None if they do not. Raises CompilerError if the root does not
+        run."""
         if node.module == self.root.module:
             return None
         try:
@@ -342,7 +340,7 @@ class Explorer:
         known = self._nodes.get(applied.module.digest)
         if known is None or len(made.passes) < len(known.passes):
             self._nodes[applied.module.digest] = made
-        # A shorter way to the same value is better, too.
+        # A shorter path to the same value counts as better, too.
         if (made.value, len(made.passes)) < (self.best.value, len(self.best.passes)):
             if made.value < self.best.value:
                 self.curve.append((self.meter.steps, made.value))
@@ -354,7 +352,7 @@ class Explorer:
         return made
 
     def _value(self, module: Module) -> float:
-        """The metric; seconds are relative to those of the first module, from pairs of runs."""
+        """The value of a module. Seconds are relative to those of the first module, from pairs of runs."""
         if self.metric is not Metric.SECONDS:
             return module.summary.of(self.metric)
         if module.digest not in self._measured:
@@ -364,8 +362,8 @@ class Explorer:
 
 
 def until_over(explorer: Explorer, search: Callable[[], object]) -> Order:
-    """Run a search that may end by `Over`, and compare what it found with the first module. After a step that changes
-    what the module computes it begins again, with what is left of the budget: what it has seen costs nothing.
+    """Run a search that may end by `Over`, and compare its result with the first module. If a step changed what the
+    module computes, the search begins again with the remaining budget; passes it has run before cost nothing.
 
     Raises Interrupted after Ctrl-C, and CompilerError if the first module does not run.
     """
@@ -390,6 +388,6 @@ def _run(explorer: Explorer, search: Callable[[], object]) -> None:
 
 
 def _settle(explorer: Explorer) -> None:
-    """Go back to the best module that computes the same as the first one."""
+    """Return to the best module that computes the same as the first one."""
     while not explorer.check():
         pass

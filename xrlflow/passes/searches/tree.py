@@ -1,11 +1,11 @@
 """Monte Carlo tree search over modules, with transpositions.
 
-- Modules that several orders lead to are one vertex (by digest). An edge keeps its own visits.
-- A simulation walks down by PUCT to a pass that was not tried there, and goes on from the new module by chance for a
-  few passes. Its worth is the best value on the way.
-- An edge's worth is the mean of its simulations mixed with the best of them, because the result is a maximum, scaled
-  to 0 to 1 by the least and the greatest seen.
-- A pass without effect is dropped from its vertex when that is seen.
+- A module that several orders reach is one vertex (by its digest). Each edge counts its own visits.
+- A simulation descends by PUCT to a pass that was not tried there, and continues from the new module with a few random
+  passes. Its result is the best value along the way.
+- The worth of an edge is the mean of its simulations' results, mixed with the best of them (since the search returns a
+  maximum), scaled to 0 to 1 by the lowest and the highest result so far.
+- A pass that turns out to have no effect is removed from its vertex.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from xrlflow.passes.searches.steps import Budget, Explorer, Node, Order, until_o
 
 Floats = npt.NDArray[np.float64]
 
-# Priors: the probability of each pass, by name, given a node. None: all the same.
+# The probability of each pass by name, as a function of a node. None: uniform.
 Priors = Callable[[Node], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class TreeConfig:
-    """`exploration`: the weight of the priors. `best`: that of an edge's best simulation against the mean of all.
-    `rollout`: passes drawn after the new module."""
+    """The parameters of the tree search."""
 
-    exploration: float = 0.7
-    best: float = 0.7
-    rollout: int = 4
+    exploration: float = 0.7  # the weight of the priors
+    best: float = 0.7  # the weight of an edge's best simulation, against the mean of all
+    rollout: int = 4  # random passes after the new module
 
 
 class _Vertex:
-    """A module in the tree: A passes, their priors, and what became of them [A]."""
+    """A module in the tree, with A passes, their priors, and the results of their simulations [A]."""
 
     __slots__ = ("best", "node", "open", "passes", "priors", "total", "visits")
 
@@ -60,7 +59,7 @@ def tree(
     config: TreeConfig = TreeConfig(),
     priors: Priors | None = None,
 ) -> Order:
-    """Monte Carlo tree search from the first module, for as long as the budget lasts."""
+    """Monte Carlo tree search from the first module, until the budget is used up."""
     explorer = Explorer(compiler, module, budget, metric)
     generator = np.random.default_rng(seed)
     return until_over(explorer, lambda: _Tree(explorer, generator, config, priors).run())
@@ -76,14 +75,14 @@ class _Tree:
 
     def run(self) -> None:
         meter, idle = self.explorer.meter, 0
-        while idle < 1000:  # simulations in a row that ran no pass: all that is in reach is known
+        while idle < 1000:  # simulations in a row that ran no new pass: nothing more can be reached
             before = meter.steps
             if not self.simulate():
                 return
             idle = 0 if meter.steps > before else idle + 1
 
     def simulate(self) -> bool:
-        """One simulation. False if the root has nothing left to try."""
+        """Run one simulation. Returns False if the root has nothing left to try."""
         vertex = self.vertex(self.explorer.root)
         way: _Way = []
         seen = {vertex.node.module.digest}
@@ -98,7 +97,7 @@ class _Tree:
                 continue
             way.append((vertex, action))
             value = max(value, self.saved(made))
-            if made.module.digest in seen:  # a circle brings nothing
+            if made.module.digest in seen:  # the path returned to an earlier module
                 break
             seen.add(made.module.digest)
             known = made.module.digest in self.vertices
@@ -110,7 +109,7 @@ class _Tree:
         return bool(way)
 
     def vertex(self, node: Node) -> _Vertex:
-        """The vertex of a module. It keeps the shortest way there."""
+        """The vertex of a node's module. It keeps the node with the shortest order."""
         known = self.vertices.get(node.module.digest)
         if known is None:
             names = self.explorer.open(node)
@@ -123,7 +122,7 @@ class _Tree:
         return known
 
     def roll(self, node: Node, depth: int) -> float:
-        """The best that chance finds from a node."""
+        """The best value of random passes from a node."""
         best = self.saved(node)
         for _ in range(min(self.config.rollout, self.explorer.budget.horizon - depth)):
             names = self.explorer.open(node)
@@ -138,7 +137,7 @@ class _Tree:
         return 1.0 - node.value / initial if initial > 0 else 0.0
 
     def choose(self, vertex: _Vertex) -> int | None:
-        """The pass with the greatest PUCT score (Silver et al., 2018); None if all are dropped."""
+        """The pass with the greatest PUCT score (Silver et al., 2018); None if all were removed."""
         if not vertex.open.any():
             return None
         visits = vertex.visits
@@ -152,7 +151,7 @@ class _Tree:
         return int(top[self.generator.integers(len(top))])
 
     def scaled(self, values: Floats) -> Floats:
-        """Values between 0 (the least of all) and 1 (the greatest)."""
+        """The values scaled to 0 (the lowest so far) to 1 (the highest)."""
         span = self.greatest - self.least
         return (values - self.least) / span if span > 0 else np.zeros_like(values)
 
