@@ -1,2 +1,2 @@
-"""X-RLflow's agents, which choose substitutions: environment, features, encoder, training, search with a
-trained agent."""
+"""X-RLflow's agents, which choose substitutions: environment, features, encoder, training, and search with a trained
+agent."""

@@ -43,19 +43,17 @@ _TRUST = (10.0, 4.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedded:
-    """What an agent decides upon: B states with C candidates in all.
+    """The input of an agent's decision: B states with C candidates in total.
 
-    `graphs` [B, width], `candidates` [C, width]: vectors; `owner` [C]: the state of each candidate, ascending; `delta`
-    [C]: squashed modelled deltas; `globals` [B, GLOBAL_FEATURES]. `often` [C]: how many candidates a row stands for
-    (None: one each), in imagined states.
+    In imagined states, one row can stand for several candidates of a rule.
     """
 
-    graphs: Tensor
-    candidates: Tensor
-    owner: Tensor
-    delta: Tensor
-    globals: Tensor
-    often: Tensor | None = None
+    graphs: Tensor  # [B, width]: vectors of the states' graphs
+    candidates: Tensor  # [C, width]: vectors of the candidates
+    owner: Tensor  # [C]: the state of each candidate, ascending
+    delta: Tensor  # [C]: squashed modelled deltas
+    globals: Tensor  # [B, GLOBAL_FEATURES]
+    often: Tensor | None = None  # [C]: how many candidates each row stands for; None: one each
 
 
 class Agent(nn.Module):
@@ -85,7 +83,7 @@ class Agent(nn.Module):
         self.value = _head(2 * width + GLOBAL_FEATURES, width, 1.0)
 
     def evaluate(self, observations: Sequence[Observation]) -> tuple[SegmentCategorical, Tensor]:
-        """For each of B observations the distribution over its candidates, then No-Op, and its value [B]."""
+        """For each of B observations: the distribution over its candidates, then No-Op, and its value [B]."""
         return self(collate(observations), len(observations))  # type: ignore[no-any-return]
 
     def forward(self, data: RewriteData, graphs: int) -> tuple[SegmentCategorical, Tensor]:
@@ -93,7 +91,7 @@ class Agent(nn.Module):
         return self.decide(self.embed(data, graphs))
 
     def embed(self, data: RewriteData, graphs: int) -> Embedded:
-        """Everything that decisions depend on, as vectors."""
+        """The vectors on which decisions depend."""
         assert data.rule_batch is not None
         owner = data.rule_batch
         encoded = self.encoder(data, graphs)
@@ -130,7 +128,7 @@ class Agent(nn.Module):
         return torch.relu(self.candidate(first))
 
     def extended(self, library: Library) -> Agent:
-        """The agent with added embeddings for the new rules and operators of a library. It decides as before."""
+        """The agent with added embeddings for the new rules and operators of a library. Its decisions stay the same."""
         vocabulary = self.vocabulary.extended(library)
         return self if vocabulary == self.vocabulary else Agent.of(self.arrays().extended(library))
 
@@ -155,7 +153,7 @@ class Agent(nn.Module):
 
 
 class InTorch(Generic[Obs]):
-    """Makes a torch policy usable in searches: as scorer of `strategy.agent_search`, as judge of `mcts.tree_search`."""
+    """Adapts a torch policy to searches: as scorer of `strategy.agent_search`, as judge of `mcts.tree_search`."""
 
     def __init__(self, policy: Policy[Obs]) -> None:
         self.policy = policy
@@ -167,7 +165,7 @@ class InTorch(Generic[Obs]):
     def evaluate(
         self, observations: Sequence[Obs]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """The same, and the values [B]."""
+        """The log-probabilities, as `log_probs` returns them, and the values [B]."""
         with torch.inference_mode():
             distribution, values = self.policy.evaluate(observations)
         return np.asarray(distribution.log_probs.double().numpy()), np.asarray(values.double().numpy())

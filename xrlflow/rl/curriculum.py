@@ -2,7 +2,7 @@
 
 A `Source` is a named recipe for a graph. This package contains no sources: `models.training` collects the zoo at small
 depth, valleys and random graphs of rules' left-hand sides. A `Curriculum` is drawn from the sources by group. Each
-worker makes the problems in its own process when they are first used.
+worker builds the problems in its own process, on first use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from xrlflow.search import Limits, random_walk, simplify
 
 
 class CurriculumError(ValueError):
-    """A curriculum cannot be made of these sources. The message says why."""
+    """A curriculum cannot be built from these sources. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Source:
 def split(sources: Iterable[Source], part: float) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
     """Split sources into those to train on and those to hold out, about `part` (0 to 1) of all.
 
-    Only its name decides where a source goes, so other sources do not change its side. Raises CurriculumError for
-    another `part`.
+    The side of a source depends on its name only, so adding other sources does not change it. Raises CurriculumError
+    for another `part`.
     """
     if not 0 <= part <= 1:
         raise CurriculumError(f"the part to hold out is between 0 and 1, not {part:g}")
@@ -90,7 +90,7 @@ def mixed(
 
 
 class Problems(Sequence[Problem]):
-    """A sequence of problems that are made on access. It keeps the `kept` problems that were used last."""
+    """A sequence of problems that are built on access. It caches the `kept` problems that were used last."""
 
     def __init__(self, sources: Sequence[Source], make: Callable[[Source], Problem], kept: int) -> None:
         self.sources = tuple(sources)
@@ -123,9 +123,9 @@ class Problems(Sequence[Problem]):
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Makes a training task: it trains on the problems of `sources` and evaluates on those of `held_out`.
+    """Creates a training task: it trains on the problems of `sources` and evaluates on those of `held_out`.
 
-    `rules` and `contrib` define the library. A worker keeps at most `kept` problems at a time, because they hold
+    `rules` and `contrib` define the library. A worker caches at most `kept` problems at a time, because they hold
     weights. Raises CurriculumError if two sources have the same name, if there is no source to train on, or if `kept`
     is below 1.
     """

@@ -1,4 +1,4 @@
-"""The graph network: it turns a graph into one vector per node and one vector for the whole graph.
+"""The graph network: it encodes a graph as one vector per node and one vector for the whole graph.
 
 It follows X-RLflow (He et al., 2023, section 3.3): nodes collect the features of their tensors, graph attention layers
 pass them on, and attention over all nodes gives the vector of the graph. Unlike in the paper, layers are residual and

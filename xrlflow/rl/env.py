@@ -42,16 +42,14 @@ class EpisodeError(ValueError):
 
 
 class Reward(Enum):
-    """The reward of a step. Over an episode, rewards sum to about 100 times the saved part of the initial cost.
+    """The reward of a step. Over an episode, rewards sum to about 100 times the saved part of the initial cost."""
 
-    MODELLED: 100 * (last - new) / initial, by the cost model. END_TO_END: the same with measured latency, every
-    `measure_every` steps and at the end; `in_between` for all other steps (the paper, section 3.3). HYBRID: the
-    modelled reward; the last step corrects the sum of the episode to the measured saving.
-    """
-
-    MODELLED = "modelled"
+    MODELLED = "modelled"  # 100 * (last - new) / initial, by the cost model
     END_TO_END = "end_to_end"
+    """The same with measured latency, every `measure_every` steps and at the end; `in_between` for all other steps (the
+    paper, section 3.3)."""
     HYBRID = "hybrid"
+    """The modelled reward; the last step corrects the sum of the episode to the measured saving."""
 
 
 # The latency of a graph divided by that of the graph where episodes begin, measured in pairs.
@@ -83,7 +81,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class EnvConfig:
-    """The form of an episode. `horizon`: the steps after which it is cut off. `Reward` explains the others."""
+    """The rules of episodes. They end after `horizon` steps. `Reward` explains the other fields."""
 
     reward: Reward = Reward.MODELLED
     horizon: int = 100
@@ -100,7 +98,7 @@ class EnvConfig:
 
 
 class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
-    """Episodes over several problems. Each draws a problem, or takes the one named in `options={"problem": name}`.
+    """Episodes over several problems. Each draws a problem, unless `options={"problem": name}` names one.
 
     Information: `problem`, `cost` and `initial` (modelled seconds), `best` (the least cost so far), `latency`
     (relative; None if this step was not measured), `trace` (steps), `action_mask` (all ones).
@@ -168,7 +166,7 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
             match = now.candidates[action]
             state = now.state
             edit = state.edit(match)
-            # The edit also removes nodes that nobody reads any more. These may have changed since the pricing.
+            # The edit also removes nodes that lose their last reader. These may have changed since the pricing.
             delta = match.delta if state.delta is None else float(state.delta(state.graph, edit))
             cost = now.cost + delta
             self._path = extend(self._path, match, edit, cost)

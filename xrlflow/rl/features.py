@@ -4,8 +4,8 @@ The paper (X-RLflow, He et al., 2023, section 3.2) builds and encodes every succ
 once, and no successor is built: a candidate is described by the nodes that it matches, adds and removes. The paper's
 encoding is in `xrlflow.rl.successors`.
 
-The row of a node or candidate is made once. A successor shares most nodes and candidates with its parent, so an edit
-needs new rows only for the part that it touched. A few NumPy calls on whole arrays do the rest.
+The row of a node or candidate is computed once. A successor shares most nodes and candidates with its parent, so an
+edit needs new rows only for the part that it touched. A few NumPy calls on whole arrays do the rest.
 
 Scales: sizes and counts are logarithms, about 0 to 1; seconds are shares of the graph's modelled cost, `squash`ed.
 """
@@ -48,9 +48,9 @@ UNKNOWN = 0
 # The operator name of graph inputs in the vocabulary.
 INPUT = "(input)"
 
-# On the squashed scale, shares below this are near 0, and the whole is 1.
+# On the squashed scale, shares below this are near 0, and 1 stays 1.
 FINEST = 1e-4
-# Columns of a node: its content (`xrlflow.cost.columns`), then its place in the graph.
+# Columns of a node: its content (`xrlflow.cost.columns`), then its position in the graph.
 NODE_PLACE = ("share of the cost", "readers", "is an output")
 NODE_FEATURES = NODE_COLUMNS + len(NODE_PLACE)
 # Columns of an edge: its tensor, the slots that it joins, its direction (none for a constant).
@@ -253,7 +253,7 @@ class Pricing:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """A node apart from its place in the graph: the row of its features, its work at run time and its seconds."""
+    """The features of a node that do not depend on its position: their row, its work at run time and its seconds."""
 
     row: int
     flops: float
@@ -284,7 +284,7 @@ class _Column:
 
 
 class _Pool:
-    """The rows of all nodes and candidates seen in the states of one graph. It numbers values from 0."""
+    """The rows of all nodes and candidates of the states of one graph. It numbers values from 0."""
 
     def __init__(self, leaves: Leaves) -> None:
         self.leaves = leaves
@@ -309,20 +309,15 @@ class _Pool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
-    """A graph as arrays. N nodes: operators, then the graph's inputs. R inputs of nodes.
+    """A graph as arrays. N nodes: operators, then the graph's inputs. R inputs of nodes."""
 
-    `op` [N]: operator number; `content` [N]: row of features; `source` [R]: the node that gives the input, -1 for a
-    constant; `target` [R]: the node that reads it; `type` [R]: row of its tensor type; `slots` [R, 2]: output slot of
-    the source, input slot of the target; `positions`: the node that gives a value, by the value's number in the pool.
-    """
-
-    op: Ints
-    content: Ints
-    source: Ints
-    target: Ints
-    type: Ints
-    slots: Ints
-    positions: Ints
+    op: Ints  # [N]: operator number
+    content: Ints  # [N]: row of features
+    source: Ints  # [R]: the node that computes the input; -1 for a constant
+    target: Ints  # [R]: the node that reads the input
+    type: Ints  # [R]: row of the input's tensor type
+    slots: Ints  # [R, 2]: output slot of the source, input slot of the target
+    positions: Ints  # by a value's number in the pool: the node that computes the value
 
 
 class _Choices:
@@ -368,7 +363,7 @@ class _Choices:
 
 
 class Featuriser:
-    """Makes observations. It keeps the rows of up to `limit` nodes and candidates.
+    """Computes observations. It caches the rows of up to `limit` nodes and candidates.
 
     `prices` gives the nodes' shares of the cost: the cost model that the agent minimises, or a similar one.
     """
@@ -387,7 +382,7 @@ class Featuriser:
 
     @staticmethod
     def pricing(delta: Delta) -> Delta:
-        """Wrap a cost model's delta, which makes the observation of candidates faster."""
+        """Wrap a cost model's delta so that the observation of candidates is faster."""
         return Pricing.of(delta)
 
     def __call__(self, situation: Situation) -> Observation:
@@ -511,7 +506,7 @@ class Featuriser:
 
         type = types[read[:, 0]]
         stale = np.flatnonzero(type != read[:, 2])
-        if stale.size:  # nodes whose input now has another type than when their row was made
+        if stale.size:  # an input of these nodes has another type than when their row was computed
             pool.input.data[entries[stale], 2] = type[stale]
             for position in np.unique(target[stale]).tolist():
                 node = nodes[position]

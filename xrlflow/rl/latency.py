@@ -15,11 +15,11 @@ UNRUNNABLE = 2.0
 
 
 class PairedLatency:
-    """Measures graphs and the original by turns, in this process. Each graph is measured once, unless that fails.
+    """Measures each graph once, in this process, by samples interleaved with the original's.
 
     `original`: the path or bytes of the original model; `feeds`: its inputs; `seconds`: the limit of one measurement.
-    A graph gets UNRUNNABLE if the runtime refuses it or if it cannot be written to one file. The next time it is tried
-    again: memory may have been short.
+    A graph gets UNRUNNABLE if the runtime refuses it or if it cannot be written to one file. It is then measured again
+    the next time, since memory may have been short.
     """
 
     def __init__(

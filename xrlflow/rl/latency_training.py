@@ -1,8 +1,8 @@
 """Trains the network of the learned cost model on measured comparisons. See `xrlflow.cost.latency_network`.
 
-All graphs of one network are one minibatch. Their nodes share neighbourhoods, each of which is computed once. The loss
-is the negative log-likelihood of the measured log-ratios under Student's t distribution, whose scale is what was
-measured as noise, and what the network learns that it cannot explain.
+All graphs of one network are one minibatch. Nodes with the same context share one evaluation. The loss is the negative
+log-likelihood of the measured log-ratios under Student's t distribution. Its scale is the measured noise plus a
+variance that the network learns, for what it cannot explain.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from xrlflow.learn.ppo import TrainingError
 
 Doubles = npt.NDArray[np.float64]
 
-# Degrees of freedom of the loss: a few comparisons are far off, because where weights lie in memory matters.
+# Degrees of freedom of the loss. A few ratios are far from their prediction, because addresses of weights matter.
 _FREEDOM = 4.0
 _FIRST_NOISE = (0.01, 0.1)
-# A session's weights lie elsewhere each time, which changes its speed by about this (see `search.select`).
+# Each session places weights at other addresses, which changes its speed by about this (see `search.select`).
 _SESSION = 0.01
 
 
@@ -52,7 +52,7 @@ class FitConfig:
 
 
 class _Data:
-    """The comparisons of one network as tensors, at the radius of the network that learns."""
+    """The comparisons of one network as tensors, at the radius of the network that is trained."""
 
     def __init__(self, found: Comparisons, radius: int, operators: Mapping[str, int]) -> None:
         if radius > found.radius:
@@ -105,7 +105,7 @@ class Member(nn.Module):
         return found | {"noise": self.noise.detach().exp().numpy().copy()}
 
     def seconds(self, data: _Data) -> Tensor:
-        """Seconds of each neighbourhood, as `latency_network.Evaluator` computes them."""
+        """The seconds of each context, as `latency_network.Evaluator` computes them."""
         weight = self.weight
         vectors = torch.relu(
             data.contents @ weight("content.weight") + weight("content.bias") + weight("operator")[data.ops]
@@ -124,7 +124,7 @@ class Member(nn.Module):
         return factors[:, 0] * data.prices + factors[:, 1] * data.moving
 
     def forward(self, data: _Data) -> tuple[Tensor, Tensor]:
-        """Predicted log-ratios [G - 1], and the variances that the network does not explain [G - 1]."""
+        """Predicted log-ratios [G - 1], and the variances of their unexplained parts [G - 1]."""
         seconds = self.seconds(data)
         totals = data.counts @ seconds
         logs = totals[0].log() - totals[1:].log()
@@ -152,7 +152,7 @@ def fit(
     """Train an ensemble. `progress(member, epoch, loss)` is called after each epoch.
 
     Members differ in their first weights, in the order of the networks, and in how often they see each network (drawn
-    with replacement). Raises TrainingError if there is nothing to learn from, or if a loss is not finite.
+    with replacement). Raises TrainingError if there are no comparisons, or if a loss is not finite.
     """
     comparisons = [c for c in comparisons if c.graphs > 1]
     if not comparisons:
@@ -200,27 +200,26 @@ def _fit_member(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """Predictions for the graphs of one network beside what was measured: log-ratios [G - 1].
-
-    `spreads`: standard deviations of the predictions, with the noise of measuring; `priced`: log-ratios by prices.
-    """
+    """Predictions for the graphs of one network, with the measurements: log-ratios [G - 1]."""
 
     name: str
     measured: Doubles
     predicted: Doubles
-    spreads: Doubles
-    priced: Doubles
+    spreads: Doubles  # standard deviations of the predictions, with the noise of measuring
+    priced: Doubles  # log-ratios by the prices of operators
 
     def held(self, scale: float = 1.0) -> float:
-        """The part of the measured values that is within the 90% intervals, widened by `scale`."""
+        """The part of the measured values that is inside the 90% intervals, after these are widened by `scale`."""
         return float((np.abs(self.measured - self.predicted) <= HALF_OF_90 * scale * self.spreads).mean())
 
     def correlation(self, by: Doubles) -> float:
-        """Spearman's rank correlation with what was measured, the first graph included; NaN if nothing varies."""
+        """Spearman's rank correlation of `by` with the measured values, the first graph included; NaN if all are
+        equal."""
         return _spearman(np.append(self.measured, 0.0), np.append(by, 0.0))
 
     def ordered(self, by: Doubles, least: float = 0.03) -> tuple[int, int]:
-        """Of the pairs of graphs that differ by more than `least`: how many `by` orders right, and how many exist."""
+        """Of the pairs of graphs that differ by more than `least`: how many `by` orders right, and the number of
+        pairs."""
         measured, other = np.append(self.measured, 0.0), np.append(by, 0.0)
         first, second = np.triu_indices(len(measured), 1)
         apart = measured[first] - measured[second]
@@ -229,7 +228,7 @@ class Judged:
         return int((right & clear).sum()), int(clear.sum())
 
     def chosen(self, by: Doubles) -> float:
-        """The measured log-ratio of the graph that `by` calls the fastest; 0, the first graph's, if none is faster."""
+        """The measured log-ratio of the graph that is the fastest according to `by`; 0 if that is the first graph."""
         return float(np.append(0.0, self.measured)[np.argmax(np.append(0.0, by))])
 
 
@@ -261,9 +260,9 @@ def judge(parameters: NetworkParameters, found: Comparisons) -> Judged:
 def calibrate(
     parameters: NetworkParameters, judged: Sequence[Judged], wanted: float = 0.9
 ) -> NetworkParameters:
-    """Widen the intervals so that they hold `wanted` of the measured values of these networks, which training did not
-    see (conformal prediction, Vovk et al., 2005). Each network counts the same. Raises TrainingError if
-    there is none."""
+    """Widen the intervals so that they contain the part `wanted` of the measured values of these networks, which were
+    not trained on (conformal prediction, Vovk et al., 2005). Each network has the same weight. Raises TrainingError
+    without networks."""
     judged = [j for j in judged if len(j.measured)]
     if not judged:
         raise TrainingError("there are no comparisons to calibrate intervals by")

@@ -1,17 +1,17 @@
 """Monte Carlo tree search with the real engine: `search="mcts"`.
 
 AlphaZero's search (Silver et al., 2018) for a single player who wants the cheapest graph. The agent's policy gives the
-priors, and its critic values what greedy descents cannot see:
+priors, and its critic estimates gains that greedy descents do not reach:
 
-- A simulation walks down the tree by PUCT and makes one new state. Its value is the part of the initial cost that a
-  greedy descent from it saves, or what the critic promises beyond its own cost, if that is more.
-- Substitutions that are alike (the same in another layer) are one action, so that the breadth of the tree does not grow
-  with the number of layers.
-- States that several ways lead to are one node of the tree (by fingerprint). An edge keeps its own visits.
-- An edge's worth is the mean of its simulations, mixed with the best of them: the result is a maximum. Values are
-  scaled to 0 to 1 by the least and the greatest seen (Schrittwieser et al., 2020).
-- Simulations begin by turns at the end of the first descent and at the best graph so far. So a gain is built upon, and
-  what was done on the way to it can still be left out.
+- A simulation walks down the tree by PUCT and creates one new state. Its value is the part of the initial cost that a
+  greedy descent from it saves or, if that is more, the saving beyond its own cost that the critic predicts.
+- Equal substitutions in different layers are one action, so that the breadth of the tree does not grow with the number
+  of layers.
+- States that several paths reach are one vertex of the tree (by fingerprint). Each edge counts its own visits.
+- An edge's worth is the mean of its simulations, mixed with the best of them, since the search returns a maximum.
+  Values are scaled to 0 to 1 by the least and the greatest so far (Schrittwieser et al., 2020).
+- Simulations alternately begin at the end of the first descent and at the best graph so far. So the search builds on a
+  gain, and can still leave out the substitutions that led to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Obs = TypeVar("Obs")
 ObsIn = TypeVar("ObsIn", contravariant=True)
 Floats = npt.NDArray[np.float64]
 
-# The search ends after this many rounds in a row that make no new state.
+# The search ends after this many rounds in a row that create no new state.
 _IDLE = 20
 
 
@@ -49,32 +49,24 @@ class Judge(Protocol[ObsIn]):
 
 @dataclass(frozen=True, slots=True)
 class TreeConfig:
-    """The parameters of the tree search.
+    """The parameters of the tree search."""
 
-    - `batch`: simulations between two calls of the network.
-    - `exploration`: the weight of the priors against what was found. `doubt`: the part of the priors that prefers small
-      losses instead of following the policy. `rise`: the nats that a loss of the whole initial cost adds.
-    - `best`: the weight of an edge's best simulation against the mean of all.
-    - `trust`: the part of the critic's value that counts. `unit`: its value for saving the whole cost.
-    - `depth`: the most steps of a simulation.
-    - `patience`: the search ends after this many states without an improvement; None: only at the limits.
-    - `growth`: graphs with more than this many times the operators of the input are dropped.
-    """
-
-    batch: int = 8
-    exploration: float = 1.25
-    doubt: float = 0.3
-    rise: float = 8.0
-    best: float = 0.5
-    trust: float = 0.25
-    unit: float = 5.0
-    depth: int = 50
+    batch: int = 8  # simulations between two calls of the network
+    exploration: float = 1.25  # the weight of the priors against the values of simulations
+    doubt: float = 0.3  # the part of the priors that prefers small losses instead of following the policy
+    rise: float = 8.0  # the nats that a loss of the whole initial cost adds
+    best: float = 0.5  # the weight of an edge's best simulation against the mean of all
+    trust: float = 0.25  # the part of the critic's value that counts
+    unit: float = 5.0  # the critic's value for saving the whole cost
+    depth: int = 50  # the greatest number of steps of a simulation
     patience: int | None = 400
-    growth: float = 2.0
+    """The search ends after this many states without an improvement; None: only at the limits."""
+    growth: float = 2.0  # graphs with more than this many times the operators of the input are dropped
 
 
 class _Vertex:
-    """A state in the tree: its A actions (substitutions that are alike), their priors and what became of them [A]."""
+    """A state in the tree: its A actions (groups of equal substitutions), their priors, and simulations' results
+    [A]."""
 
     __slots__ = ("actions", "best", "found", "priors", "total", "visits")
 
@@ -85,7 +77,7 @@ class _Vertex:
         self.best = np.full(count, -np.inf)
 
 
-# The way of a simulation: vertices and the numbers of the actions that it took.
+# The path of a simulation: vertices, and the numbers of the actions that it took there.
 _Way = list[tuple[_Vertex, int]]
 
 
@@ -99,7 +91,7 @@ def tree_search(
 ) -> SearchResult:
     """Search with an agent's policy and critic. The arguments and the result are as in `strategy.agent_search`.
 
-    The search draws nothing, so it gives the same result each time, unless the deadline ends it. Raises PolicyError.
+    Nothing is random, so the result is the same each time, unless the deadline ends the search. Raises PolicyError.
     """
     begin = time.monotonic()
     search = _TreeSearch(state, cost, limits, judge, observe, config)
@@ -142,7 +134,7 @@ class _TreeSearch(States, Generic[Obs]):
             pass
 
     def round(self, start: SearchNode) -> bool:
-        """Some simulations from a state, and one call of the network. False if nothing can be done there."""
+        """Run some simulations from a state, with one call of the network. Returns whether there was an action."""
         best = self.best
         if start.state.fingerprint not in self.tree:
             self.grow([([], start)])
@@ -155,7 +147,7 @@ class _TreeSearch(States, Generic[Obs]):
             if found is None:
                 self.learn(way, -np.inf)
             else:
-                for vertex, action in way:  # until its value is known, a simulation counts as lost
+                for vertex, action in way:  # until its value is known, a simulation counts as a loss
                     vertex.visits[action] += 1
                 arrived.append((way, found))
             if self.best is not best:
@@ -167,7 +159,8 @@ class _TreeSearch(States, Generic[Obs]):
         return moved
 
     def simulate(self, root: _Vertex) -> tuple[_Way, SearchNode | None]:
-        """Walk down the tree to a new state. None if the way ends at one that cannot be made or is known."""
+        """Walk down the tree to a new state. Returns the path and the state at its end; None if that repeats an earlier
+        one, or is too large."""
         way: _Way = []
         vertex, seen = root, {root.found.state.fingerprint}
         while len(way) < self.config.depth and vertex.actions:
@@ -186,7 +179,7 @@ class _TreeSearch(States, Generic[Obs]):
         return way, vertex.found if way else None
 
     def follow(self, vertex: _Vertex, action: int) -> SearchNode | None:
-        """The state that an action leads to: its first substitution that is not too large."""
+        """The state after an action: that of its first substitution whose result is not too large; None if all are."""
         for match in vertex.actions[action]:
             successor = self.make(vertex.found, match)
             if successor is not None:
@@ -205,12 +198,12 @@ class _TreeSearch(States, Generic[Obs]):
         return int(np.argmax(worth + bonus))
 
     def scaled(self, values: Floats) -> Floats:
-        """Values between 0 (the least of all) and 1 (the greatest)."""
+        """The values scaled to 0 (the least so far) to 1 (the greatest)."""
         span = self.greatest - self.least
         return (values - self.least) / span if span > 0 else np.zeros_like(values)
 
     def grow(self, arrived: Sequence[tuple[_Way, SearchNode]]) -> None:
-        """Ask the agent about new states, add them to the tree, and tell the ways that led there their worth."""
+        """Ask the agent about new states, add them to the tree, and add their values to the paths that led there."""
         new = {f.state.fingerprint: f for _, f in arrived if f.state.fingerprint not in self.tree}
         promised: dict[int, float] = {}
         if new:
@@ -223,7 +216,8 @@ class _TreeSearch(States, Generic[Obs]):
             self.learn(way, (1 - self.config.trust) * saved + self.config.trust * max(saved, hoped))
 
     def evaluate(self, states: Sequence[SearchNode]) -> dict[int, float]:
-        """Add states to the tree; the part of the initial cost that the critic promises for each, by fingerprint."""
+        """Add states to the tree. Returns, by fingerprint, the part of the initial cost that the critic expects to
+        save."""
         if self.limits.over(self.expanded, self.best.cost):
             raise Over
         situations = []
@@ -251,7 +245,8 @@ class _TreeSearch(States, Generic[Obs]):
         return promised
 
     def vertex(self, found: SearchNode, matches: Sequence[Match], log_probs: Floats) -> _Vertex:
-        """A vertex whose actions are the groups of alike substitutions, the likeliest of each first."""
+        """A vertex whose actions are the groups of equal substitutions, the likeliest substitution of each group
+        first."""
         groups: dict[Group, list[int]] = {}
         for index in np.argsort(-log_probs, kind="stable").tolist():
             groups.setdefault(alike(found.state.graph, matches[index], found.cost), []).append(index)
@@ -263,13 +258,14 @@ class _TreeSearch(States, Generic[Obs]):
         steep = np.maximum(losses, 0.0)
         mild = np.exp(
             (steep.min() - steep) * self.config.rise
-        )  # the mildest gives 1, so that the sum is not 0
+        )  # the smallest loss gives 1, so the sum is not 0
         doubt = self.config.doubt if likely.sum() > 0 else 1.0
         priors = (1 - doubt) * likely / max(float(likely.sum()), 1e-30) + doubt * mild / mild.sum()
         return _Vertex(found, [tuple(matches[i] for i in each) for each in members], priors)
 
     def learn(self, way: _Way, value: float) -> None:
-        """Add the value of a simulation to the edges of its way; -inf: it led nowhere, which is as bad as the least."""
+        """Add the value of a simulation to the edges of its path; -inf (no new state) counts as the least value so
+        far."""
         lost = not np.isfinite(value)
         if lost:
             value = self.least if np.isfinite(self.least) else 0.0

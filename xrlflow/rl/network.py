@@ -62,14 +62,14 @@ class Network:
         return Network(Parameters.load(path).extended(library))
 
     def log_probs(self, observations: Sequence[Observation]) -> npt.NDArray[np.float64]:
-        """For each observation the log-probabilities of its candidates, then of No-Op, in one flat array."""
+        """For each observation: the log-probabilities of its candidates, then of No-Op, in one flat array."""
         scores, stop = self._session.run(["scores", "stop"], Batch.of(observations).arrays())
         return _distributions(observations, scores, stop)
 
     def evaluate(
         self, observations: Sequence[Observation]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """The log-probabilities, as `log_probs` gives them, and the values of the B observations [B]."""
+        """The log-probabilities, as `log_probs` returns them, and the values of the B observations [B]."""
         scores, stop, values = self._session.run(
             ["scores", "stop", "values"], Batch.of(observations).arrays()
         )
@@ -114,7 +114,7 @@ def to_onnx(parameters: Parameters) -> onnx.ModelProto:
 
 
 class _Builder:
-    """Builds an ONNX graph: a call adds a node and gives the name of its output. Parameters become initializers."""
+    """Builds an ONNX graph: a call adds a node and returns the name of its output. Parameters become initializers."""
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         self.arrays = arrays

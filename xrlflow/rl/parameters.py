@@ -1,4 +1,4 @@
-"""The parts of an agent as its file holds them: configuration, vocabulary and arrays. This module needs no torch.
+"""The content of an agent's file: configuration, vocabulary and arrays. This module needs no torch.
 
 `xrlflow.rl.agent` trains these parameters; `xrlflow.rl.network` computes with them.
 """
@@ -75,7 +75,7 @@ class Parameters:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def extended(self, library: Library) -> Parameters:
-        """Add rows of zeros for the new rules and operators of a library. The agent decides as before."""
+        """Add rows of zeros for the new rules and operators of a library. The agent's decisions stay the same."""
         vocabulary = self.vocabulary.extended(library)
         if vocabulary == self.vocabulary:
             return self

@@ -11,21 +11,17 @@ from xrlflow.rewrite import Match, RewriteState
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Situation:
-    """A state, the candidates that the agent may choose, and the progress of the episode.
-
-    `cost`: modelled seconds now; `initial`: modelled seconds at the start of the episode; `left`: the remaining part
-    of the horizon, 1 to 0.
-    """
+    """A state, the candidates that the agent may choose, and the progress of the episode."""
 
     state: RewriteState
     candidates: tuple[Match, ...]
-    cost: float
-    initial: float
-    left: float = 1.0
+    cost: float  # modelled seconds of the state
+    initial: float  # modelled seconds at the start of the episode
+    left: float = 1.0  # the remaining part of the horizon, from 1 to 0
 
 
 def choices(state: RewriteState, visited: Collection[int] = ()) -> tuple[Match, ...]:
-    """The first candidate for each resulting graph, without graphs whose fingerprint is in `visited`."""
+    """One candidate for each resulting graph, without graphs whose fingerprint is in `visited`."""
     here = state.fingerprint
     seen: set[int] = set()
     kept = []

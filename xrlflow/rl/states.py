@@ -1,4 +1,4 @@
-"""The states that a search has explored: each is made once, whatever way leads to it, and descended from once."""
+"""The states of a search. Each is created once, even if several paths lead to it, and has one greedy descent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xrlflow.search.result import Limits, SearchNode, SearchResult, Shortlist, e
 
 # Smaller gains, relative to the cost, count as rounding errors.
 ROUNDING = 1e-9
-# A graph of fewer operators may grow as if it had this many.
+# The limit on growth treats smaller graphs as if they had this many operators.
 _SMALL = 32
 
 
@@ -32,7 +32,7 @@ class States:
         self.shortlist = Shortlist()
         self.shortlist.offer(self.root)
         self.most_nodes = growth * max(state.graph.node_count, _SMALL)
-        # By fingerprint: every state made, its parent, the end of its descent.
+        # By fingerprint: each state, its parent, and the end of its descent.
         self.reached: dict[int, SearchNode] = {state.fingerprint: self.root}
         self.parents: dict[int, int] = {}
         self.ends: dict[int, SearchNode] = {}
@@ -40,7 +40,7 @@ class States:
         self.improved_at = 0
 
     def result(self, seconds: float, interrupted: bool) -> SearchResult:
-        """What was found, with the prices that the search was given."""
+        """The result, with the prices of the cost model that the caller passed."""
 
         def plain(found: SearchNode) -> SearchNode:
             return replace(found, state=replace(found.state, delta=self._delta))
@@ -49,7 +49,7 @@ class States:
         return SearchResult(plain(self.best), shortlist, self.expanded, self.generated, seconds, interrupted)
 
     def make(self, parent: SearchNode, match: Match) -> SearchNode | None:
-        """The successor, from memory if it is known; None if it is too large. Raises Over at the limits."""
+        """The successor, cached if it is known; None if it is too large. Raises Over at the limits."""
         known = self.reached.get((parent.state.fingerprint + match.shift) & FINGERPRINT_MASK)
         if known is not None:
             return known
@@ -60,7 +60,7 @@ class States:
         if state.graph.node_count + len(edit.added) - len(edit.removed) > self.most_nodes:
             return None
         assert state.delta is not None, "a state without prices has nothing to minimise"
-        # The edit also removes nodes that nobody reads any more. These may have changed since the pricing.
+        # The edit also removes nodes that lose their last reader. These may have changed since the pricing.
         cost = parent.cost + float(state.delta(state.graph, edit))
         successor = state.apply(match, edit)
         self.expanded += 1
@@ -109,7 +109,7 @@ class States:
         return back is not None and abs(found.cost + match.delta - back) <= ROUNDING * self.root.cost
 
     def ancestors(self, found: SearchNode) -> set[int]:
-        """The fingerprints of all states on the way to a state, including its own."""
+        """The fingerprints of all states on the path to a state, including its own."""
         at: int | None = found.state.fingerprint
         out: set[int] = set()
         while at is not None:

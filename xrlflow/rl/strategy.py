@@ -8,15 +8,15 @@ the cost model instead of the network where that is enough:
 - Level steps. At the end of the first descent, every substitution of nearly no cost is tried, each followed by a
   descent. This is cheaper than a network call.
 - Kicks. At the end of a descent, the agent chooses substitutions that are worth a loss. A descent follows each. If a
-  kick does not gain at once, further kicks start from it. Kicks are ordered by the policy's probability along the way
+  kick does not gain at once, further kicks start from it. Kicks are ordered by the policy's probability along the path
   (as in Orseau et al., 2018, Single-Agent Policy Tree Search) and by their loss. So the search crosses valleys of
   several steps.
 - Rollouts. They start at the input and go in bursts: one network call applies all substitutions that are nearly as
   probable as the likeliest one. The first rollout takes the likeliest actions; later ones sample.
 
-Candidates of one rule with the same surroundings and price (the same place in another layer) form one kick. If it
-gains, the others are applied at once. A state is identified by its fingerprint, and none is expanded or evaluated
-twice. The network evaluates states in batches.
+Candidates of one rule with the same context and price (mostly in different layers) form one kick. If it gains, the
+others are applied at once. A state is identified by its fingerprint, and none is expanded or evaluated twice. The
+network evaluates states in batches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from xrlflow.search.result import Limits, SearchNode, SearchResult
 Obs = TypeVar("Obs")
 ObsIn = TypeVar("ObsIn", contravariant=True)
 
-# The most nodes of a match that `alike` compares.
+# The maximum of nodes of a match that `alike` compares.
 _SHOWN = 16
 # A rule that lost may gain when applied again: up to this depth of kicks, and for this many nats each time.
 _REPEATS, _AGAIN = 5, 1.5
@@ -60,34 +60,26 @@ class Scorer(Protocol[ObsIn]):
 
 @dataclass(frozen=True, slots=True)
 class StrategyConfig:
-    """The parameters of the search.
+    """The parameters of the search."""
 
-    - `batch`: states per network call. `kicks`: kicks between two calls. `rollouts`: rollouts that run in parallel.
-    - `burst`: a burst also applies candidates whose probability is at least this part of the likeliest one's.
-    - `temperature`: of the rollouts that sample. `horizon`: the most steps of a rollout.
-    - `doubt`: the part of a kick's probability that prefers small losses instead of following the policy.
-    - `rise`: the nats that a loss of the whole initial cost adds.
-    - `twins`: the n-th state of the same size and cost gets `twins` * log(n) nats more.
-    - `elsewhere`: the factor on the probability of candidates that existed before the last kick. They are independent
-      of it and could have come first.
-    - `level`: level steps try losses of up to this part of the initial cost.
-    - `patience`: the search ends after this many expanded states without an improvement; None: only at the limits.
-    - `growth`: graphs with more than this many times the operators of the input are dropped.
-    """
-
-    batch: int = 4
-    kicks: int = 8
-    rollouts: int = 1
+    batch: int = 4  # states per network call
+    kicks: int = 8  # kicks between two network calls
+    rollouts: int = 1  # rollouts that run in parallel
     burst: float = 0.5
-    temperature: float = 1.0
+    """A burst also applies candidates whose probability is at least this part of the likeliest one's."""
+    temperature: float = 1.0  # of rollouts that sample
     doubt: float = 0.3
-    rise: float = 8.0
-    twins: float = 2.0
+    """The part of a kick's probability that prefers small losses instead of following the policy."""
+    rise: float = 8.0  # the nats that a loss of the whole initial cost adds
+    twins: float = 2.0  # the n-th state of the same size and cost gets `twins` * log(n) nats more
     elsewhere: float = 0.2
-    level: float = 0.005
-    horizon: int = 100
+    """The factor on the probability of candidates that existed before the last kick. They are independent of it and
+    could have come first."""
+    level: float = 0.005  # level steps try losses of up to this part of the initial cost
+    horizon: int = 100  # the greatest number of steps of a rollout
     patience: int | None = 100
-    growth: float = 2.0
+    """The search ends after this many expanded states without an improvement; None: only at the limits."""
+    growth: float = 2.0  # graphs with more than this many times the operators of the input are dropped
 
 
 Group = tuple[object, ...]
@@ -97,8 +89,8 @@ Group = tuple[object, ...]
 class _Place:
     """An evaluated state: its C choices, and the log-probabilities [C + 1] of these and No-Op.
 
-    `group` [C] is the group of each choice; choices of one group are alike. `groups` lists the members of each group,
-    the likeliest first.
+    `group` [C] is the group of each choice; choices of one group are equal in different places. `groups` lists the
+    members of each group, the likeliest first.
     """
 
     found: SearchNode
@@ -110,7 +102,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """A state that waits for its evaluation. `before`: the state where the kick began that led here."""
+    """A state that waits for its evaluation. `before`: the state where the kick began that led to it."""
 
     found: SearchNode
     nats: float
@@ -130,7 +122,8 @@ class _Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kick:
-    """Substitutions that are alike. One of them is tried. `nats`: the rank in the queue; fewer come first."""
+    """Equal substitutions in different places, of which one is tried. `nats`: the order in the queue; fewer come
+    first."""
 
     found: SearchNode
     alike: tuple[Match, ...]
@@ -147,7 +140,7 @@ def agent_search(
     config: StrategyConfig = StrategyConfig(),
     seed: int = 0,
 ) -> SearchResult:
-    """Search with a policy. `observe`, such as a featuriser, makes its observations.
+    """Search with a policy. `observe`, such as a featuriser, computes its observations.
 
     The candidates of `state` have the cost model's deltas; `cost` is the modelled cost of its graph in seconds.
     `limits.budget` counts expanded states. The same seed gives the same result unless the deadline ends the search.
@@ -187,7 +180,7 @@ class _Search(States, Generic[Obs]):
         self.pending: list[tuple[float, int, _Waiting]] = []
         self.kicks: list[tuple[float, int, _Kick]] = []
         self.queued: set[int] = set()
-        # Counts states of one size and cost. These are mostly the same substitutions in other places, or detours back.
+        # Counts states of one size and cost. Mostly these are the same substitutions in other places, or detours back.
         self.twins: Counter[tuple[int, float]] = Counter()
         self.numbers = 0
         self.evaluated = 0
@@ -217,7 +210,7 @@ class _Search(States, Generic[Obs]):
         arrived: list[_Waiting] = []
         while self.pending and len(wanted) < config.batch:
             if self.kicks and self.kicks[0][0] < self.pending[0][0] and len(self.kicks) >= config.kicks:
-                break  # enough kicks are waiting that are likelier
+                break  # enough kicks in the queue are likelier
             waiting = heapq.heappop(self.pending)[2]
             arrived.append(waiting)
             if waiting.found.state.fingerprint not in self.places:
@@ -329,10 +322,11 @@ class _Search(States, Generic[Obs]):
         heapq.heappush(self.kicks, (kick.nats, self.numbers, kick))
 
     def kick(self, kick: _Kick) -> bool:
-        """Apply one of a kick's substitutions and descend. If that gains, apply the others. False if nothing is new."""
+        """Apply one of a kick's substitutions and descend. If that gains, apply the others. False if the state is
+        known."""
         base, best = kick.found, self.best
         here = base.state.fingerprint
-        # A rollout may have reached the state, but it queues no kicks.
+        # A rollout may have reached the state before, but rollouts queue no kicks.
         new = (m for m in kick.alike if (here + m.shift) & FINGERPRINT_MASK not in self.queued)
         match = next(new, None)
         kicked = None if match is None else self.make(base, match)
@@ -406,7 +400,7 @@ class _Search(States, Generic[Obs]):
         return moved
 
     def settle(self, found: SearchNode) -> None:
-        """Descend from the end of a rollout, and queue the result for evaluation if it is new."""
+        """Descend from the end of a rollout, and queue the state there for evaluation if it is new."""
         best = self.best
         end = self.descend(found)
         loss = max(0.0, end.cost - best.cost) / max(self.root.cost, 1e-30)

@@ -109,7 +109,7 @@ class SuccessorAgent(nn.Module):
         self.critic = _head(graph_width, 1.0)
 
     def evaluate(self, observations: Sequence[SuccessorData]) -> tuple[SegmentCategorical, Tensor]:
-        """For each of B observations the distribution over its candidates, then No-Op, and its value [B]."""
+        """For each of B observations: the distribution over its candidates, then No-Op, and its value [B]."""
         counts = torch.cat([o.graphs for o in observations])
         ends = counts.cumsum(0)
         embedded = self._encode(observations, int(ends[-1]))

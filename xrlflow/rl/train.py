@@ -1,4 +1,4 @@
-"""Training: workers play episodes, the agent learns from them and is evaluated, and checkpoints keep it.
+"""Training: workers play episodes, the agent learns from them and is evaluated, and files store the state of the run.
 
 An iteration depends only on its number, the parameters, and the states of the optimizer and the generator. Workers get
 a seed derived from the number and play whole episodes. So a run that is killed and resumed gives the same agent as an
@@ -182,7 +182,7 @@ class Trainer:
         return [episode for episodes in played for episode in episodes]
 
     def _differentiate(self, steps: torch.Tensor, advantages: torch.Tensor) -> dict[str, float]:
-        """Let each worker differentiate the loss on the steps that it played, as `ppo.Differentiate` asks."""
+        """Let each worker differentiate the loss on the steps that it played, as `ppo.Differentiate` specifies."""
         parameters, numbers = parameters_of(self.agent), steps.numpy()
         owner = np.searchsorted(self._ends, numbers, side="right")
         asked = []
@@ -266,7 +266,7 @@ class Trainer:
 
 
 def _outcome(held: Mapping[str, Any]) -> Outcome:
-    """An outcome of a state. Raises KeyError, TypeError or ValueError if it is none."""
+    """The outcome in a saved state. Raises KeyError, TypeError or ValueError if it is invalid."""
     initial, best, final, steps = (number(held, name) for name in ("initial", "best", "final", "steps"))
     return Outcome(str(held["problem"]), initial, best, final, int(steps))
 
@@ -287,12 +287,12 @@ def _scalars(
     }
 
 
-# progress(scalars, iteration): the scalars of an iteration, with "evaluation/gain" if there was an evaluation.
+# Receives the scalars of an iteration, with "evaluation/gain" if there was an evaluation, and the iteration.
 Progress = Callable[[Mapping[str, float], int], None]
 
 
 def state_path(output: str | os.PathLike[str]) -> Path:
-    """The file with the state of the training run that writes its agent to `output`."""
+    """The path of the state of the training run that writes its agent to `output`."""
     path = Path(output)
     return path.with_name(f"{path.stem}.training{path.suffix}")
 
@@ -310,13 +310,13 @@ def train(
     about: Mapping[str, Any] | None = None,
     factory: WorkerFactory | None = None,
 ) -> Trained:
-    """Train an agent. Writes it to `output` whenever an evaluation finds it better than before.
+    """Train an agent. Writes it to `output` whenever its evaluation is better than all before.
 
-    `make` makes the problems, once in each worker. Training starts from the agent `start`, or from a random one. After
-    each iteration, the state of the run is saved to `state_path(output)`; with `resume`, a stopped run continues from
-    it. The run ends after `config.iterations`, at `deadline` (time.monotonic) or on Ctrl-C, and gives the best agent
-    so far. `log(first)` makes the logs, given the first iteration. `about` is stored in the agent's file. `factory`: of
-    the workers, by default processes of this machine; the agent does not depend on it.
+    `make` creates the problems, once in each worker. Training starts from the agent `start`, or from a random one.
+    After each iteration, the state of the run is saved to `state_path(output)`; with `resume`, a stopped run continues
+    from it. The run ends after `config.iterations`, at `deadline` (time.monotonic) or on Ctrl-C, and returns the best
+    agent so far. `log(first)` creates the logs, given the first iteration. `about` is stored in the agent's file.
+    `factory` starts the workers, by default in processes of this machine; the agent does not depend on it.
 
     Raises CheckpointError if the state is of another run or `output` cannot be written, TrainingError if a loss is
     not finite, WorkerError if a worker fails.
@@ -341,13 +341,13 @@ def train(
                     run.iterate(logs)
         except KeyboardInterrupt:  # the files hold the state of the last iteration and the best agent
             interrupted = True
-        except NoTimeLeft:  # in an iteration whose prices take long: the best agent so far counts
+        except NoTimeLeft:  # prices took too long in the last iteration: the best agent so far is the result
             pass
     return Trained(run.best, run.score, trainer.iteration, trainer.steps, trainer.seconds, interrupted)
 
 
 class _Run:
-    """A training run: the best agent so far, its evaluation, and the files that keep both."""
+    """A training run: the best agent so far, its evaluation, and the files that store both."""
 
     def __init__(
         self, trainer: Trainer, output: str | os.PathLike[str] | None, about: Mapping[str, Any]
@@ -416,7 +416,7 @@ def _first_agent(vocabulary: Vocabulary, config: TrainConfig, start: Agent | Non
 
 
 def random_agent(vocabulary: Vocabulary, seed: int, config: AgentConfig | None = None) -> Agent:
-    """An agent before any training."""
+    """An agent with random parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Agent(vocabulary, config)
@@ -440,8 +440,8 @@ def fine_tune(
 ) -> Trained:
     """Train an agent on one task for at least `steps` steps, in this process, by the modelled reward.
 
-    Returns the agent that did best on the task; it may be the given one. No iteration begins after `deadline`
-    (time.monotonic), and one in which a cost model raises NoTimeLeft does not count.
+    Returns the agent with the best evaluation on the task; it may be the original one. No iteration begins after
+    `deadline` (time.monotonic), and one in which a cost model raises NoTimeLeft does not count.
     """
     per_iteration = min(256, max(1, steps))
     config = TrainConfig(
@@ -457,7 +457,7 @@ def fine_tune(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Given:
-    """Makes a task by returning the given one."""
+    """Returns its task. Handlers of workers need a function that creates one."""
 
     task: Task
 
@@ -467,7 +467,7 @@ class _Given:
 
 @dataclass(frozen=True, slots=True)
 class _Listener:
-    """A log that only calls a progress function."""
+    """A log that passes the figures to a progress function."""
 
     progress: Progress
 
@@ -480,9 +480,9 @@ class _Listener:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Makes a task of ONNX files, with these rules and this cost model. The graphs are simplified first.
+    """Creates a task from ONNX files, with these rules and this cost model. The graphs are simplified first.
 
-    `folder`: where relative paths begin, because workers may have other working folders.
+    `folder`: where relative paths begin, because workers may have another working directory.
     """
 
     problems: tuple[str, ...]
@@ -496,7 +496,7 @@ class Files:
         return Library(self.rules, contrib=self.contrib)
 
     def __call__(self, vocabulary: Vocabulary) -> Task:
-        """Make the task. Raises ModelError if a file cannot be read."""
+        """Create the task. Raises ModelError if a file cannot be read."""
         library, model = self.library(), self.model()
         featuriser = Featuriser(vocabulary, model)
 

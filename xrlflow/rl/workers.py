@@ -1,9 +1,9 @@
-"""Workers play episodes and compute gradients, in this process, in others, or on a cluster.
+"""Workers that play episodes and compute gradients, in this process, in others, or on a cluster.
 
-An order contains everything that its episodes depend on (parameters and seed). So it gives the same episodes whatever
+A request contains everything that its episodes depend on (parameters and seed). So it gives the same episodes whatever
 came before, and a run with the same seed and number of workers is repeatable, wherever they are. Observations are
 large, so a worker keeps those of its episodes and sends gradients. The size of its messages does not depend on the
-graphs. A worker that is lost is made again, and repeats what it had collected.
+graphs. A worker that is lost is replaced, and the new one repeats the last episodes.
 """
 
 from __future__ import annotations
@@ -42,17 +42,15 @@ class Task:
 
 
 class Objective(Enum):
-    """The graph of an episode whose cost training minimises.
+    """The graph of an episode whose cost training minimises."""
 
-    FINAL: the last graph. The reward of a step is that of the environment. BEST: the cheapest graph of the episode, as
-    a search returns it. The reward of a step is its improvement over the best so far; a loss has reward 0.
-    """
-
-    FINAL = "final"
+    FINAL = "final"  # the last graph; the reward of a step is that of the environment
     BEST = "best"
+    """The cheapest graph of the episode, as a search returns it. The reward of a step is its improvement over the best
+    so far; a loss has reward 0."""
 
 
-# Makes the task in the worker's process. It is pickled and sent there, so it is a module's function or an object.
+# Creates the task in the worker's process. It is pickled and sent there, so it is a module's function or an object.
 # Observations must use the numbers of the vocabulary.
 MakeTask = Callable[[Vocabulary], Task]
 
@@ -113,12 +111,12 @@ class Slope:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of an episode: modelled seconds at its start, the least on its way, and at its end."""
+    """The result of an episode."""
 
     problem: str
-    initial: float
-    best: float
-    final: float
+    initial: float  # modelled seconds of its first graph
+    best: float  # of its cheapest graph
+    final: float  # of its last graph
     steps: int
 
     @property
@@ -135,7 +133,7 @@ Episodes = list[Episode[Observation]]
 
 
 class _Episodes:
-    """An environment that draws a problem for each episode and only then makes it."""
+    """An environment that draws a problem for each episode and builds only that one."""
 
     def __init__(self, task: Task, config: EnvConfig, objective: Objective) -> None:
         self.task = task
@@ -160,7 +158,7 @@ class _Episodes:
 
 
 class Player:
-    """Carries out orders, in any process."""
+    """Carries out requests, in any process."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -227,19 +225,19 @@ def play(
 
 
 def parameters_of(agent: Agent) -> Parameters:
-    """The agent's parameters in one vector, for orders."""
+    """The agent's parameters in one vector, for requests."""
     found: Parameters = parameters_to_vector(agent.parameters()).detach().numpy()
     return found
 
 
 def _player(setup: Setup) -> Player:
-    """A hand in a process of its own: on one thread, because there are as many workers as cores."""
+    """The handler of a worker's process. It uses one thread, because there are as many workers as cores."""
     torch.set_num_threads(1)
     return Player(setup)
 
 
 class PlayingWorker:
-    """A worker of any place that plays. One that is lost is replaced, and its replacement does the same."""
+    """A worker that plays. If it is lost, it is replaced by one that does the same."""
 
     def __init__(self, setup: Setup, factory: WorkerFactory, name: str = "worker") -> None:
         self.name = name
@@ -250,7 +248,7 @@ class PlayingWorker:
         self.worker: Worker = factory.worker(self._make, name)
 
     def begin(self, order: Order) -> None:
-        """Give it an order. Raises WorkerError if it is lost again and again."""
+        """Give it a request. Raises WorkerError if it is lost again and again."""
         self._order = order
         try:
             self.worker.begin(order)
@@ -277,7 +275,7 @@ class PlayingWorker:
         self.worker.close()
 
     def _answer(self) -> Any:
-        """The answer to the last order. Raises WorkerError if the worker failed, or is lost again and again."""
+        """The reply to the last request. Raises WorkerError if the worker failed, or is lost again and again."""
         for _ in range(ATTEMPTS):
             try:
                 found = self.worker.reply()
@@ -291,7 +289,7 @@ class PlayingWorker:
         raise WorkerError(f"{self.name} was lost {ATTEMPTS} times over one task")
 
     def _replace(self, lost: WorkerLost) -> None:
-        """Make it again, and give it the order again, after the episodes that a gradient is of."""
+        """Start another worker, and repeat the last request; before a gradient, also the episodes that it is of."""
         for _ in range(ATTEMPTS):
             self.worker.close()
             self.worker = self._factory.worker(self._make, self.name)

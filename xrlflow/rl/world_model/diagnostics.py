@@ -1,5 +1,5 @@
-"""How far a world model can be trusted: its errors by horizon and by temperature, on episodes that it did not see, and
-what dreams promise."""
+"""The accuracy of a world model: its errors by horizon and by temperature, on episodes that it did not learn from, and
+the savings that an agent has in dreams."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from xrlflow.rl.world_model.learning import Learner
 
 HORIZONS = (1, 5, 10, 20)
 TEMPERATURES = (0.0, 0.1, 0.5, 1.0, 2.0, 3.0)
-# For a log while training: the number of episodes, and the imagined steps after which temperatures are compared.
+# For a log during training: the number of episodes, and the imagined steps after which temperatures are compared.
 _WATCHED, _DIVERGED = 8, 5
-# Dreams from which `promised` takes the mean.
+# The number of dreams whose mean is `promised`.
 _DREAMS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """After `horizon` imagined steps: the error of the summed savings (part of the initial cost), the F1 of the rules
-    that have candidates, the root mean squared distance of the latents, and of how many episodes."""
+    """Errors after `horizon` imagined steps."""
 
     horizon: int
     temperature: float
-    saving: float
-    masks: float
-    latent: float
-    episodes: int
+    saving: float  # of the sum of the savings, as a part of the initial cost
+    masks: float  # the F1 of the rules that have candidates
+    latent: float  # the root mean squared distance of the latents
+    episodes: int  # how many episodes the errors are of
 
 
 def errors(
@@ -44,7 +43,7 @@ def errors(
 ) -> list[Errors]:
     """Follow real episodes in the world model, with the real actions, from their first states.
 
-    Actions are given by their real vectors, so the errors are those of the dynamics alone.
+    Actions are passed as their real vectors, so the errors are those of the dynamics alone.
     """
     world, generator = learner.world, torch.Generator().manual_seed(seed)
     rows: dict[int, list[tuple[float, float, float]]] = {h: [] for h in horizons}
@@ -76,8 +75,8 @@ def errors(
 
 
 def promised(learner: Learner, plays: Sequence[Play], seed: int = 0) -> float:
-    """The part of the initial cost that the agent saves in dreams: the mean over dreams that begin, by turns, where
-    these plays began."""
+    """The part of the initial cost that the agent saves in dreams: the mean over dreams that begin, in turn, at the
+    first states of these plays."""
     firsts = [play.observations[0] for play in plays if play.observations[0].candidates]
     with torch.no_grad():
         starts, _ = learner.embed([firsts[i % len(firsts)] for i in range(_DREAMS)])
@@ -89,7 +88,7 @@ def promised(learner: Learner, plays: Sequence[Play], seed: int = 0) -> float:
 
 
 def figures(learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
-    """For a log: the errors of a world model on some plays that it has not learned from yet."""
+    """For a log: the errors of a world model on plays that it has not learned from yet."""
     plays = plays[:_WATCHED]
     found: dict[str, float] = {}
     for temperature in TEMPERATURES:
@@ -105,7 +104,7 @@ def figures(learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Watching:
-    """Gives a training's log the figures of each round's plays, and keeps these plays."""
+    """Adds the errors on each round's plays to the log of a training, and keeps the plays of the latest round."""
 
     plays: list[Play] = field(default_factory=list)
 
@@ -114,12 +113,12 @@ class Watching:
         return figures(learner, plays)
 
     def promised(self, learner: Learner) -> float:
-        """See `promised`: of the latest plays."""
+        """See `promised`, on the latest plays."""
         return promised(learner, self.plays)
 
 
 def f1(said: torch.Tensor, right: torch.Tensor) -> float:
-    """The F1 of a set of rules; 1 if both are empty."""
+    """The F1 score of a predicted set of rules; 1 if both sets are empty."""
     both = float((said & right).sum())
     total = float(said.sum() + right.sum())
     return 2 * both / total if total else 1.0

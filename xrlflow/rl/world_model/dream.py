@@ -1,7 +1,8 @@
 """Episodes inside the world model: an agent trains in them by PPO and never calls the engine.
 
-A dream begins at the latent of a real state. What its candidates are, what a step saves and where it leads is what the
-world model says. The agent's heads learn (scores, No-Op, value); its encoder belongs to the world model and stays.
+A dream begins at the latent of a real state. The world model predicts its candidates, what each step saves, and the
+next latent. Only the agent's heads learn (scores, No-Op, value); its encoder belongs to the world model and stays the
+same.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from xrlflow.rl.world_model.experience import SCALE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imagined:
-    """One imagined state: `graph` [width], `candidates` [n, width], `delta` and `often` [n], `globals`."""
+    """One imagined state with n candidates, as in `Embedded`."""
 
-    graph: Tensor
-    candidates: Tensor
-    delta: Tensor
-    often: Tensor
+    graph: Tensor  # [width]
+    candidates: Tensor  # [n, width]
+    delta: Tensor  # [n]
+    often: Tensor  # [n]
     globals: Tensor
 
     @staticmethod
@@ -57,7 +58,7 @@ class Imagined:
 
 
 class Heads:
-    """The part of an agent that decides, as a policy for PPO over imagined states."""
+    """The part of an agent that decides, as a PPO policy over imagined states."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -80,8 +81,8 @@ def dream(
     temperature: float,
     generator: torch.Generator,
 ) -> list[Episode[Imagined]]:
-    """One episode from each of B real states. Rewards are the savings over the best so far, as `Objective.BEST` has
-    them; an episode ends with No-Op, where no rule has candidates, or at the horizon."""
+    """One episode from each of B real states. Rewards are the savings over the best so far, as with `Objective.BEST`;
+    an episode ends with No-Op, in a state without candidates, or at the horizon."""
     heads = Heads(agent)
     count = starts.graphs.shape[0]
     with torch.no_grad():
@@ -132,7 +133,8 @@ def _act(
     episodes: Sequence[Episode[Imagined]],
     generator: torch.Generator,
 ) -> list[tuple[int, int]]:
-    """Draw an action in each running dream and write it down. Returns the dreams that go on, with their actions."""
+    """Draw an action in each running dream, and append it to its episode. Returns the dreams that go on, with
+    actions."""
     distribution, values = heads.evaluate([seen[i] for i in running])
     actions = distribution.sample(generator)
     chances = distribution.log_prob(actions)
@@ -150,7 +152,7 @@ def _act(
 
 
 def tell(seen: Embedded, costs: Sequence[float], left: float) -> None:
-    """Write what is known of dreams into their globals: the relative cost, and the part of the horizon that is left."""
+    """Write into the globals of dreams their relative cost, and the remaining part of the horizon."""
     relative = torch.tensor(costs)
     change = relative - 1
     seen.globals[:, 0] = relative
@@ -169,8 +171,8 @@ def train_in_dreams(
     generator: torch.Generator,
     deadline: float = math.inf,
 ) -> list[Stats]:
-    """One PPO update of the agent's heads for each batch of starts, which is embedded when its turn comes; after
-    `deadline` (time.monotonic) no second one begins. Raises TrainingError as `ppo.update` does."""
+    """Update the agent's heads by PPO once for each batch of starts, which is embedded just before. After `deadline`
+    (time.monotonic) no further update begins, except the first. Raises TrainingError as `ppo.update` does."""
     heads = Heads(agent)
     optimizer = config.optimizer(heads)
     found: list[Stats] = []

@@ -1,10 +1,10 @@
 """The world model: the transition dynamics of rewriting, learned in the agent's latent space.
 
-RLFlow (Parker, Alabed, Yoneki, 2022) and World Models (Ha and Schmidhuber, 2018): a state's latent z is what the
-agent's encoder makes of its graph and candidates. An MDN-RNN predicts the next latent as a mixture of Gaussians, and
-what the step saves. A decoder reads off a latent which rules have candidates, how many, their mean vector and price, so
-that an imagined state needs no engine. The encoder learns through the decoder and the savings; the latents that the
-mixture is to predict are constants to it, or it would learn to make them all alike.
+RLFlow (Parker, Alabed, Yoneki, 2022) and World Models (Ha and Schmidhuber, 2018): the latent z of a state is the output
+of the agent's encoder for its graph and candidates. An MDN-RNN predicts the next latent as a mixture of Gaussians, and
+what the step saves. From a latent, a decoder predicts which rules have candidates, how many, their mean vector and
+price, so that an imagined state needs no engine. The encoder learns through the decoder and the savings. The latents
+that the mixture has to predict are constants in its loss, or the encoder would learn to make them all equal.
 
 With one mixture component and temperature 0, latents are deterministic (as in MuZero, Schrittwieser et al., 2020).
 """
@@ -25,9 +25,9 @@ from xrlflow.rl.features import GLOBAL_FEATURES
 
 # The least and the greatest logarithm of a Gaussian's standard deviation.
 _NARROW, _WIDE = -5.0, 1.0
-# A rule has at most so many imagined candidates.
+# The maximum of imagined candidates of a rule.
 _MANY = 1e5
-# The logit of having candidates, of a rule that was never seen.
+# For a rule that training never saw: the logit of having candidates.
 _UNKNOWN = -4.0
 
 
@@ -42,7 +42,7 @@ class WorldConfig:
 
     @property
     def latent(self) -> int:
-        """A latent has the vector of the graph and the mean of its candidates' vectors."""
+        """The size of a latent: the vector of the graph, and the mean of its candidates' vectors."""
         return 2 * self.width
 
 
@@ -52,34 +52,28 @@ Memory = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offers:
-    """What a decoder reads off B latents about R rules.
+    """The predictions of a decoder about R rules, from B latents."""
 
-    `present` [B, R]: logits of having a candidate; `often` [B, R]: log(1 + number of candidates); `delta` [B, R]:
-    squashed price of the best; `hidden` [B, hidden]: from which `World.vectors` makes the mean vector of a rule's
-    candidates, where one is needed; `globals` [B, GLOBAL_FEATURES].
-    """
-
-    present: Tensor
-    often: Tensor
-    delta: Tensor
+    present: Tensor  # [B, R]: logits of having a candidate
+    often: Tensor  # [B, R]: log(1 + number of candidates)
+    delta: Tensor  # [B, R]: squashed price of the best candidate
     hidden: Tensor
-    globals: Tensor
+    """[B, hidden]: the input of `World.vectors`, which computes the mean vector of a rule's candidates on demand."""
+    globals: Tensor  # [B, GLOBAL_FEATURES]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """The next latents of B steps: logits [B, K], means and logarithms of deviations [B, K, latent] of K Gaussians;
-    `saving` [B]: the part of the initial cost that the step saves, scaled as rewards are; `end` [B]: logits of the
-    episode being over."""
+    """The predictions for B steps, with K Gaussians for the next latent."""
 
-    logits: Tensor
-    means: Tensor
-    deviations: Tensor
-    saving: Tensor
-    end: Tensor
+    logits: Tensor  # [B, K]
+    means: Tensor  # [B, K, latent]
+    deviations: Tensor  # [B, K, latent]: logarithms of standard deviations
+    saving: Tensor  # [B]: the part of the initial cost that the step saves, scaled as rewards are
+    end: Tensor  # [B]: logits of the end of the episode
 
     def log_likelihood(self, latents: Tensor) -> Tensor:
-        """Of these next latents [B, latent], per dimension [B]."""
+        """The log-likelihood of these next latents [B, latent], per dimension [B]."""
         scaled = (latents.unsqueeze(1) - self.means) / self.deviations.exp()
         gauss = -0.5 * scaled.square() - self.deviations - 0.5 * math.log(2 * math.pi)
         total = torch.logsumexp(torch.log_softmax(self.logits, 1) + gauss.sum(2), 1)
@@ -88,7 +82,8 @@ class Forecast:
     def sample(self, temperature: float, generator: torch.Generator | None = None) -> Tensor:
         """Draw the next latents [B, latent]. At temperature 0 they are the means of the likeliest Gaussians.
 
-        Above, the logits are divided by it and deviations multiplied by its root (Ha and Schmidhuber, section 4).
+        Otherwise the temperature divides the logits, and its root multiplies the deviations (Ha and Schmidhuber,
+        section 4).
         """
         rows = torch.arange(len(self.logits))
         if temperature == 0:
@@ -112,7 +107,7 @@ class World(nn.Module):
         self.saving = orthogonal(nn.Linear(hidden + 1, 1), 0.1)
         self.end = orthogonal(nn.Linear(hidden, 1), 0.1)
         self.read = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
-        # For each rule: of having candidates, how many, the price of the best.
+        # For each rule: the logit of having candidates, their number, the price of the best.
         self.offer = nn.Linear(hidden, 3 * config.rules)
         self.globals = nn.Linear(hidden, GLOBAL_FEATURES)
         self.rule = nn.Embedding(config.rules, width)
@@ -121,7 +116,7 @@ class World(nn.Module):
 
     @staticmethod
     def of(config: WorldConfig, known: Mapping[str, Tensor]) -> World:
-        """A world model with these parameters; it expects no candidates of rules that it has beyond theirs."""
+        """A world model with the parameters `known`. It predicts no candidates of rules that are missing in them."""
         world = World(config)
         wide = dict(known)
         for name in ("rule.weight", "offer.weight", "offer.bias"):
@@ -133,13 +128,14 @@ class World(nn.Module):
         return world
 
     def memory(self, count: int) -> Memory:
-        """What the LSTM remembers at the beginning of B episodes: nothing."""
+        """The initial memory of the LSTM for B episodes: zeros."""
         return (torch.zeros(count, self.config.hidden), torch.zeros(count, self.config.hidden))
 
     def step(
         self, latents: Tensor, actions: Tensor, deltas: Tensor, memory: Memory
     ) -> tuple[Forecast, Memory]:
-        """Latents [B, latent], vectors of the chosen candidates [B, width] and their squashed prices [B]."""
+        """Predict B steps from latents [B, latent], vectors of the chosen candidates [B, width] and their squashed
+        prices [B]."""
         price = deltas.unsqueeze(1)
         h, c = self.cell(torch.cat([latents, actions, price], 1), memory)
         count, latent = self.config.mixtures, self.config.latent
@@ -152,7 +148,7 @@ class World(nn.Module):
         return Forecast(logits, means, deviations, saving, self.end(h).squeeze(1)), (h, c)
 
     def decode(self, latents: Tensor) -> Offers:
-        """What latents [B, latent] say about the candidates of every rule."""
+        """The predictions about the candidates of every rule, from latents [B, latent]."""
         hidden = self.read(latents)
         present, often, delta = self.offer(hidden).view(len(latents), -1, 3).unbind(2)
         return Offers(present, often, delta, hidden, self.globals(hidden))
@@ -163,7 +159,7 @@ class World(nn.Module):
         return found
 
     def imagined(self, latents: Tensor, offers: Offers, least: float = 0.5) -> tuple[Embedded, Tensor]:
-        """Imagined states for an agent to decide upon, and the rule of each row.
+        """Imagined states as input for an agent, and the rule of each row.
 
         A rule whose probability of having candidates is at least `least` is one row, which stands for as many
         candidates as are expected.
@@ -184,18 +180,17 @@ class World(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truth:
-    """What a decoder should read off B states: `present` [B, R] (0 or 1), `vectors` [B, R, width]: mean vectors of the
-    candidates; the other fields as in `Offers`."""
+    """The targets of a decoder for B states."""
 
-    present: Tensor
+    present: Tensor  # [B, R]: 0 or 1
     often: Tensor
     delta: Tensor
-    vectors: Tensor
-    globals: Tensor
+    vectors: Tensor  # [B, R, width]: mean vectors of the candidates
+    globals: Tensor  # this and the others as in `Offers`
 
     @staticmethod
     def of(seen: Embedded, rule: Tensor, rules: int) -> Truth:
-        """Of embedded observations; `rule` [C] is the rule of each candidate."""
+        """The targets from embedded observations; `rule` [C] is the rule of each candidate."""
         count, width = seen.graphs.shape[0], seen.candidates.shape[1]
         place = seen.owner * rules + rule
         numbers = torch.bincount(place, minlength=count * rules).float()
@@ -210,9 +205,9 @@ class Truth:
         )
 
     def losses(self, offers: Offers, vectors: Tensor) -> dict[str, Tensor]:
-        """How wrong a decoder is, by part; `vectors` [N, width]: what it says of the N rules that have candidates.
+        """The loss of a decoder, by part; `vectors` [N, width]: its vectors for the N rules that have candidates.
 
-        Of rules without candidates, only what is said of their absence counts.
+        For rules without candidates, only the predicted presence counts.
         """
         there = self.present > 0
         return {

@@ -1,4 +1,4 @@
-"""What a world model learns from: episodes of the real environment."""
+"""Episodes of the real environment, from which a world model learns."""
 
 from __future__ import annotations
 
@@ -21,24 +21,21 @@ from xrlflow.rl.situation import Situation
 
 @dataclass(slots=True, eq=False)
 class Play:
-    """An episode of T steps. `observations` [T + 1], `actions` [T]: numbers of candidates; No-Op is not a step.
-
-    `savings` [T]: the part of the initial cost that each step saves, times `SCALE`. `ended`: the last observation has
-    no candidates.
-    """
+    """An episode of T steps. No-Op is not a step."""
 
     problem: str
-    observations: list[Observation] = field(default_factory=list)
-    actions: list[int] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)  # [T + 1]
+    actions: list[int] = field(default_factory=list)  # [T]: numbers of candidates
     savings: list[float] = field(default_factory=list)
-    ended: bool = False
+    """[T]: the part of the initial cost that each step saves, times `SCALE`."""
+    ended: bool = False  # the last observation has no candidates
 
     def __len__(self) -> int:
         return len(self.actions)
 
 
 EPISODES = EnvConfig(horizon=30)
-"""Short episodes: what comes later has mostly been seen before."""
+"""Short episodes, since the later parts of long ones are mostly repetitions."""
 SCALE = 5.0
 """Savings are scaled as PPO scales rewards: saving the whole cost is 5."""
 
@@ -54,12 +51,13 @@ def explore(
     curious: float = 0.3,
     deadline: float = math.inf,
 ) -> list[Play]:
-    """Play episodes with at least `steps` steps in all: the agent draws, and with probability `curious` chance does.
-    At `deadline` (time.monotonic) the episode is cut short, but not before its first step if it is the first; where a
-    price raises NoTimeLeft, before this step. Raises TrainingError if nothing can be done anywhere.
+    """Play episodes with at least `steps` steps in total. Actions are drawn from the agent's policy or, with
+    probability `curious`, at random.
 
-    An episode lasts until the horizon or until nothing is left to do: where the agent would stop, it goes on with its
-    likeliest substitution, because what comes after must be known, too.
+    An episode lasts until the horizon, or until there are no candidates: where the agent would stop, it takes its
+    likeliest substitution, because the world model must learn what follows, too. At `deadline` (time.monotonic) the
+    running episode is cut short, but the first one has at least one step. Where a price raises NoTimeLeft, it is cut
+    before this step. Raises TrainingError if no graph has a candidate.
     """
     generator = torch.Generator().manual_seed(seed)
     rng = random.Random(seed)
@@ -96,7 +94,7 @@ def explore(
 def _action(
     agent: Agent, observation: Observation, generator: torch.Generator, rng: random.Random, curious: float
 ) -> int:
-    if rng.random() < curious:  # the rule first, so that rules with few candidates are tried as well
+    if rng.random() < curious:  # draws the rule first, so that rules with few candidates are tried as often
         rule = rng.choice(np.unique(observation.rule).tolist())
         return int(rng.choice(np.flatnonzero(observation.rule == rule).tolist()))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""A world model and its agent on disk: the agent as any other agent, the world model beside it."""
+"""The files of a world model and its agent: the agent's as usual, the world model's next to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KIND = "world model"
 
 
 def world_path(agent: str | os.PathLike[str]) -> Path:
-    """The file of the world model that belongs to the agent in this file."""
+    """The path of the world model of an agent, from the path of the agent."""
     path = Path(agent)
     return path.with_name(f"{path.stem}.world{path.suffix}")
 
@@ -35,7 +35,7 @@ def save_world(
 
 
 def save_alone(agent: Agent, path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> None:
-    """Write an agent that has no world model; one of an earlier agent in this file is removed. Raises
+    """Write an agent without a world model, and remove the world model of an earlier agent with this path. Raises
     CheckpointError."""
     agent.save(path, about)
     try:
@@ -64,7 +64,7 @@ def load_world(path: str | os.PathLike[str]) -> tuple[Agent, World]:
 
 
 def _check_sizes(config: WorldConfig, agent: Agent, checkpoint: Checkpoint) -> None:
-    """Raises ValueError if a world model of this size has other arrays, before such a one is made."""
+    """Raise ValueError if the file's arrays do not fit a world model of this size, before one is created."""
     if (config.width, config.rules) != (agent.config.encoder.width, len(agent.vocabulary.rules) + 1):
         raise ValueError("it has not the width or the rules of its agent")
     mixture = (config.mixtures * (1 + 2 * config.latent), config.hidden)
@@ -73,7 +73,7 @@ def _check_sizes(config: WorldConfig, agent: Agent, checkpoint: Checkpoint) -> N
 
 
 def _digest(agent: Agent) -> str:
-    """A digest of an agent's parameters: a world model knows only the vectors of its own agent."""
+    """A digest of an agent's parameters: a world model works only with the vectors of its own agent."""
     digest = blake2b(digest_size=16)
     for name, array in sorted(to_arrays(agent.state_dict()).items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())

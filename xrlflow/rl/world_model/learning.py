@@ -33,28 +33,22 @@ def _ppo() -> PPOConfig:
 
 @dataclass(frozen=True, slots=True)
 class LearningConfig:
-    """How a world model learns.
+    """The parameters of RLFlow's training."""
 
-    - `updates`: in each round, on the plays so far. `env`: of the plays.
-    - `chunk`: steps of an episode that are learned from at once; `batch`: chunks of a minibatch.
-    - `weights`: of the parts of the loss; the parts not named here have 1.
-    - `encoder`: whether the agent's encoder learns, too.
-    - `dreams`: PPO updates between two plays, each with `starts` dreams of up to `horizon` steps at `temperature`.
-    """
-
-    updates: int = 100
-    env: EnvConfig = EPISODES
+    updates: int = 100  # in each round, on the plays so far
+    env: EnvConfig = EPISODES  # of the plays
     hidden: int = 256
     mixtures: int = 8
-    chunk: int = 8
-    batch: int = 16
+    chunk: int = 8  # successive steps of an episode in one sequence
+    batch: int = 16  # chunks of a minibatch
     learning_rate: float = 3e-3
     max_grad_norm: float = 5.0
     weights: Mapping[str, float] = field(default_factory=lambda: {"saving": 5.0, "likelihood": 0.2})
-    encoder: bool = True
-    dreams: int = 20
-    starts: int = 32
-    horizon: int = 30
+    """Of the parts of the loss; the parts that are not named have 1."""
+    encoder: bool = True  # whether the agent's encoder learns, too
+    dreams: int = 20  # PPO updates between two plays
+    starts: int = 32  # dreams of each PPO update
+    horizon: int = 30  # the greatest number of steps of a dream
     temperature: float = 0.5
     ppo: PPOConfig = field(default_factory=_ppo)
 
@@ -73,8 +67,8 @@ class Chunk:
 
 
 def chunks(plays: Sequence[Play], length: int, count: int, rng: np.random.Generator) -> list[Chunk]:
-    """Draw parts of plays, each step with the same chance of being a chunk's first. Raises TrainingError if there is
-    no step."""
+    """Draw parts of plays; each step has the same probability of being the first of one. Raises TrainingError if there
+    is no step."""
     sizes = np.array([len(p) for p in plays])
     if not sizes.sum():
         raise TrainingError("there are no steps to learn from")
@@ -90,7 +84,8 @@ def chunks(plays: Sequence[Play], length: int, count: int, rng: np.random.Genera
 class Learner:
     """A world model and the agent whose encoder it shares, with their optimizer.
 
-    `world` is to learn further; one that knows fewer rules than the agent gets the new ones. By default, a new one.
+    `world` is trained further; if it has fewer rules than the agent, the new ones are added. By default a new one is
+    created.
     """
 
     def __init__(
@@ -119,9 +114,10 @@ class Learner:
         return self.agent.embed(data, len(observations)), data.rule
 
     def learn(self, plays: Sequence[Play], updates: int, deadline: float = math.inf) -> dict[str, float]:
-        """Improve the world model on minibatches of the plays. Returns the means of the losses by part.
+        """Train the world model on minibatches of the plays. Returns the means of the losses by part.
 
-        After `deadline` (time.monotonic) no second update begins. Raises TrainingError if a loss is not finite.
+        After `deadline` (time.monotonic) no further update begins, except the first. Raises TrainingError if a loss is
+        not finite.
         """
         totals: defaultdict[str, float] = defaultdict(float)
         done = 0
@@ -170,7 +166,7 @@ class Learner:
             terms["saving"].append(smooth_l1_loss(forecast.saving, saved, beta=0.05, reduction="none"))
             over = (sizes[at + 1] == 0).float()
             terms["end"].append(binary_cross_entropy_with_logits(forecast.end, over, reduction="none"))
-            # What is imagined must be decoded as well as what is seen.
+            # Predicted latents must be decoded as well as real ones.
             imagined = self.world.decode(forecast.sample(0.0))
             present = truth.present[at + 1]
             wrong = binary_cross_entropy_with_logits(imagined.present, present, reduction="none").mean(1)
@@ -178,7 +174,7 @@ class Learner:
         return parts | {name: torch.cat(each).mean() for name, each in terms.items()}
 
     def start(self, plays: Sequence[Play]) -> Embedded:
-        """Embedded real states where the dreams of one PPO update begin: first states of episodes and later ones."""
+        """Embedded real states where the dreams of one PPO update begin: first states of episodes, and later ones."""
         chosen = []
         for index in self.rng.integers(len(plays), size=self.config.starts).tolist():
             play = plays[index]
@@ -220,13 +216,13 @@ def train_world_model(
     progress: Progress | None = None,
     watch: Watch | None = None,
 ) -> list[Play]:
-    """Train a world model on `steps` real steps, and the learner's agent inside it. Returns what was played.
+    """Train a world model on `steps` real steps, and the learner's agent inside it. Returns the plays.
 
-    In each round the agent plays its share of the steps, the world model learns from all plays so far, and the agent
+    In each round the agent plays its part of the steps, the world model learns from all plays so far, and the agent
     trains in dreams. `progress(figures, round, learner)` is called after each round, and may end the training by
-    returning False. `watch(learner, plays)` gives further figures from a round's plays before they are learned from. At
-    `deadline` (time.monotonic) the round that runs is cut short, and is the last.
-    Raises TrainingError if there is nothing to do in any of the problems, or if a loss is not finite.
+    returning False. `watch(learner, plays)` computes further figures from a round's plays before they are learned from.
+    At `deadline` (time.monotonic) the running round is cut short, and is the last.
+    Raises TrainingError if no problem has a candidate, or if a loss is not finite.
     """
     config = learner.config
     plays: list[Play] = []
@@ -236,7 +232,7 @@ def train_world_model(
             config=config.env, deadline=deadline,
         )  # fmt: skip
         plays += new
-        if not plays:  # no price came in time
+        if not plays:  # no price was computed in time
             break
         figures = {} if watch is None else dict(watch(learner, new))
         figures |= {f"world/{n}": x for n, x in learner.learn(plays, config.updates, deadline).items()}

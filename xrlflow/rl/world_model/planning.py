@@ -1,8 +1,8 @@
 """Planning in latents: Gumbel MuZero's tree search inside the world model (Danihelka et al., 2022).
 
-A plan for one real state imagines what follows from its candidates, and never calls the engine. At the root, as many
-actions as are considered are drawn without replacement by the Gumbel trick, and sequential halving shares the
-simulations out among them. Below, the action is taken whose visits lag most behind an improved policy. Latents are
+A plan imagines what follows from the candidates of one real state, and never calls the engine. At the root, a number of
+actions is drawn without replacement by the Gumbel trick, and sequential halving divides the simulations among them.
+Below the root, the next action is the one whose visits are farthest below an improved policy. Latents are
 deterministic.
 """
 
@@ -25,17 +25,14 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """How a plan is made.
+    """The parameters of planning."""
 
-    - `simulations`: of one plan. `considered`: actions of the root that get any. `depth`: the most steps of one.
-    - `visit`, `scale`: how fast what was imagined outweighs the policy (50 and 0.1 in the paper's experiments).
-    """
-
-    simulations: int = 32
-    considered: int = 8
-    depth: int = 12
+    simulations: int = 32  # of one plan
+    considered: int = 8  # actions of the root that are simulated
+    depth: int = 12  # the greatest number of steps of a simulation
     visit: float = 50.0
     scale: float = 0.1
+    """`visit`, `scale`: how fast simulations outweigh the policy (50 and 0.1 in the paper's experiments)."""
     gamma: float = 0.99
 
 
@@ -59,7 +56,7 @@ class _State:
         self.visits, self.total = np.zeros(len(self.logits)), np.zeros(len(self.logits))
 
     def worth(self) -> Doubles:
-        """The mean return of each action; actions without visits have the value of the state itself."""
+        """The mean return of each action; for actions without visits, the value of the state."""
         seen = self.visits > 0
         means = np.where(seen, self.total / np.maximum(self.visits, 1), 0.0)
         if not seen.any():
@@ -71,7 +68,7 @@ class _State:
 
 
 class Planner:
-    """Plans actions of an agent with a world model."""
+    """Plans an agent's actions with a world model."""
 
     def __init__(self, agent: Agent, world: World, config: PlanConfig = PlanConfig(), seed: int = 0) -> None:
         self.heads, self.world, self.config = Heads(agent), world, config
@@ -79,9 +76,9 @@ class Planner:
         self.least, self.greatest = math.inf, -math.inf
 
     def plan(self, start: Embedded, noisy: bool = False) -> int:
-        """The number of the candidate to apply to a real state (B = 1), or that of No-Op, which is after the last.
+        """The number of the candidate to apply to a real state (B = 1); that of No-Op is one more than the last.
 
-        `noisy`: draw as an agent that learns from its plans would; otherwise the best plan is taken.
+        `noisy`: draw an action as for an agent that learns from its plans; otherwise the best one is taken.
         """
         self.least, self.greatest = math.inf, -math.inf
         with torch.no_grad():
@@ -103,7 +100,7 @@ class Planner:
             return int(alive[0])
 
     def _simulate(self, root: _State, action: int) -> None:
-        """Walk down to a state that was not visited before, and add its value to the actions of the way."""
+        """Walk down to a state that was not visited before, and add its value to the actions of the path."""
         way: list[tuple[_State, int, float]] = []
         state, value = root, 0.0
         while True:
