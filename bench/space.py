@@ -44,7 +44,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.blocks import Block, BlockChoice
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.layer_times import Seen, together
+from xrlflow.tuning.layer_times import LayerLog, together
 from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import shipped
@@ -81,17 +81,17 @@ class Case:
 
 def layers_in(model: Any, machine: Machine) -> list[Layer | Block]:
     """The layers and blocks of a model, each once."""
-    seen = Seen()
+    seen = LayerLog()
     fuse(import_model(model), machine, algorithms=Algorithms(timings=seen))
     return [*together(seen.layers), *together(seen.blocks)]
 
 
 def case(source: str, layer: Layer | Block, machine: Machine) -> Case:
     if isinstance(layer, Block):
-        return Case(source, layer, layer.usual(machine))
+        return Case(source, layer, layer.untuned_choice(machine))
     alone = fuse(module_of(layer.workload, random_operands(layer.workload)), machine, channels_last=False)
     (chosen,) = chosen_in(alone)
-    return Case(source, layer, layer.usual(Algorithm(chosen.algorithm), machine))
+    return Case(source, layer, layer.untuned_choice(Algorithm(chosen.algorithm), machine))
 
 
 def cases(machine: Machine, seed: int) -> Iterator[Case]:

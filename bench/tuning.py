@@ -501,11 +501,11 @@ class Ours(LayerMeasurer):
 
     @property
     def building(self) -> float:
-        return self._started().building
+        return self._open_pool().building
 
     @property
     def running(self) -> float:
-        return self._started().running
+        return self._open_pool().running
 
 
 def whole_load() -> system_load.Reading:

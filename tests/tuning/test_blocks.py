@@ -34,7 +34,7 @@ from xrlflow.backends.tvm.lowering.joined import joined
 from xrlflow.backends.tvm.lowering.plan import plan_of, sequence
 from xrlflow.tuning import blocks
 from xrlflow.tuning.blocks import Block, BlockChoice
-from xrlflow.tuning.layer_times import Seen, StoredTimes, block_results, together
+from xrlflow.tuning.layer_times import LayerLog, StoredTimes, block_results, together
 from xrlflow.tuning.layer_tuning import LayerMeasurer
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.lowering import Lowering
@@ -89,7 +89,7 @@ def other(known: Block) -> BlockChoice:
 
 
 def blocks_of(text: str, known: StoredTimes | None = None) -> list[Block]:
-    seen = Seen(known)
+    seen = LayerLog(known)
     fuse(import_model(network(text)), MACHINE, algorithms=Algorithms(timings=seen))
     return seen.blocks
 
@@ -123,7 +123,7 @@ def test_all_ways_of_a_block_compute_the_same(name: str, pool: Pool) -> None:
 def test_what_is_expected_is_the_block() -> None:
     """Against ONNX Runtime: a block is made of its form with the right operators, paddings and layouts."""
     workload = FORMS["strides, odd channels, a batch"]
-    drawn = blocks._drawn(workload)
+    drawn = blocks._samples(workload)
     assert drawn.expand is not None
     assert drawn.project is not None
     model = network(
@@ -335,7 +335,7 @@ def test_a_block_that_stays_apart_untuned_does_so_unless_bands_are_clearly_faste
         FORMS["projection alone"], image=(1, 20, 20, 48), middle=(1, 20, 20, 48), out=(1, 20, 20, 16)
     )
     known = Block(workload, far=False)
-    assert known.usual(MACHINE) == APART
+    assert known.untuned_choice(MACHINE) == APART
     put(store, known, APART, *[1e-3] * 4)
     put(store, known, untuned(known), *[0.99e-3] * 4)
     assert times(store).of_block(workload, far=False) == TimedBlock(pytest.approx(1e-3, rel=1e-3))
@@ -479,11 +479,11 @@ def test_a_store_without_blocks_leaves_them_to_the_estimates(store: Store) -> No
     text = MODEL.replace("y = Add(x, p)", "y = Conv<pads=[1,1,1,1]>(p, v)").replace(
         "float[16] b2", "float[16] b2, float[16,16,3,3] v"
     )
-    seen = Seen()
+    seen = LayerLog()
     fuse(import_model(network(text)), MACHINE, algorithms=Algorithms(timings=seen))
     (convolution,) = seen.layers
     assert isinstance(convolution, Layer)
-    put(store, convolution, convolution.usual(Algorithm.TILES, MACHINE), *[1e-3] * 4)
+    put(store, convolution, convolution.untuned_choice(Algorithm.TILES, MACHINE), *[1e-3] * 4)
     store.close()
     with Store(store.path) as again:
         known = times(again)

@@ -37,7 +37,7 @@ from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.kernels.winograd import WinogradBlocking
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.importer import import_model
-from xrlflow.tuning.layer_times import Seen, StoredTimes, results, together
+from xrlflow.tuning.layer_times import LayerLog, StoredTimes, results, together
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.pool import Kernel, Pool
@@ -66,7 +66,7 @@ def of_3x3(
 
 
 LAYER = Layer(of_3x3((1, 8, 8, 16), (1, 8, 8, 32), (1, 1), STEPS), far=False)
-PLAIN = LAYER.usual(TILES, MACHINE)
+PLAIN = LAYER.untuned_choice(TILES, MACHINE)
 MODEL = (
     "(float[1,16,8,8] x, float[32,16,3,3] w, float[32] b, float[32,32,3,3] v) => (float[1,32,8,8] y) {"
     " c = Conv<pads=[1,1,1,1]>(x, w, b) r = Relu(c) y = Conv<pads=[1,1,1,1]>(r, v) }"
@@ -78,7 +78,7 @@ def other(layer: Layer, algorithm: Algorithm) -> KernelChoice:
     return next(
         choice
         for choice in layer.everything(MACHINE)
-        if choice.algorithm is algorithm and choice != layer.usual(algorithm, MACHINE)
+        if choice.algorithm is algorithm and choice != layer.untuned_choice(algorithm, MACHINE)
     )
 
 
@@ -127,7 +127,7 @@ def test_all_kernels_of_a_layer_compute_the_same(name: str, pool: Pool) -> None:
         for choice, kernel in zip(some, built):
             assert isinstance(kernel, Kernel), choice
             if (arguments := layer.arguments(choice, MACHINE)) is None:
-                assert choice == layer.usual(TILES, MACHINE)
+                assert choice == layer.untuned_choice(TILES, MACHINE)
                 continue
             (found,) = pool.called(kernel, arguments)
             np.testing.assert_allclose(
@@ -173,7 +173,11 @@ def test_tiles_are_the_convolution() -> None:
 
 def test_every_way_is_stored() -> None:
     found = LAYER.everything(MACHINE)
-    assert {LAYER.usual(algorithm, MACHINE) for algorithm in ALL} == {*LAYER.untuned(MACHINE)} <= {*found}
+    assert (
+        {LAYER.untuned_choice(algorithm, MACHINE) for algorithm in ALL}
+        == {*LAYER.untuned(MACHINE)}
+        <= {*found}
+    )
     assert [KernelChoice.stored(choice.text) for choice in found] == found
 
 
@@ -212,7 +216,7 @@ def test_the_leading_kernels_are_measured_again(store: Store, monkeypatch: pytes
 
 
 def test_only_a_blocking_that_is_clearly_faster_replaces_the_untuned_one(store: Store) -> None:
-    untuned, another = LAYER.usual(F43, MACHINE), other(LAYER, F43)
+    untuned, another = LAYER.untuned_choice(F43, MACHINE), other(LAYER, F43)
     put(store, LAYER, PLAIN, 4e-3)
     put(store, LAYER, untuned, 1e-3)
     put(store, LAYER, another, 0.99e-3)
@@ -226,11 +230,11 @@ def test_only_a_blocking_that_is_clearly_faster_replaces_the_untuned_one(store: 
 
 def test_what_was_measured_once_is_lucky(store: Store) -> None:
     put(store, LAYER, PLAIN, 4e-3)
-    put(store, LAYER, LAYER.usual(F43, MACHINE), *[1e-3] * 4)
+    put(store, LAYER, LAYER.untuned_choice(F43, MACHINE), *[1e-3] * 4)
     put(store, LAYER, other(LAYER, F43), 0.5e-3)
     found = times(store).of(LAYER.workload, far=False)[F43]
     assert found is not None
-    assert found.blocking == LAYER.usual(F43, MACHINE).blocking
+    assert found.blocking == LAYER.untuned_choice(F43, MACHINE).blocking
 
 
 NOT_CURRENT = {
@@ -254,9 +258,9 @@ def test_a_plan_that_is_no_longer_a_choice_is_ignored(name: str, store: Store) -
 def test_times_of_other_code_are_ignored(store: Store) -> None:
     """Of a kernel that the same plan once had, of another machine or thread count, and what is no record of ours."""
     put(store, LAYER, PLAIN, 4e-3)
-    put(store, LAYER, LAYER.usual(F43, MACHINE), 1e-3, key="another kernel")
+    put(store, LAYER, LAYER.untuned_choice(F43, MACHINE), 1e-3, key="another kernel")
     put(store, LAYER, other(LAYER, F43), error="died", key="another kernel")
-    usual = LAYER.usual(F43, MACHINE).text
+    usual = LAYER.untuned_choice(F43, MACHINE).text
     several = re.sub(r'"rows": \d+', '"rows": [1]', usual)
     real = re.sub(r'"rows": (\d+)', r'"rows": \1.0', usual)
     assert len({usual, several, real}) == 3
@@ -271,7 +275,7 @@ def test_times_of_other_code_are_ignored(store: Store) -> None:
 
 def test_a_layer_without_a_time_of_its_plain_algorithm_is_estimated(store: Store) -> None:
     """Seconds and estimates have different units."""
-    put(store, LAYER, LAYER.usual(F43, MACHINE), 1e-9)
+    put(store, LAYER, LAYER.untuned_choice(F43, MACHINE), 1e-9)
     assert times(store).of(LAYER.workload, far=False) == {}
     put(store, LAYER, PLAIN, error="died")
     assert times(store).of(LAYER.workload, far=False) == {}
@@ -292,7 +296,7 @@ def test_estimates_and_seconds_have_one_unit() -> None:
 
 
 def layers_of(text: str) -> list[Layer]:
-    seen = Seen()
+    seen = LayerLog()
     fuse(import_model(network(text)), MACHINE, algorithms=Algorithms(timings=seen))
     return seen.layers
 
@@ -306,7 +310,7 @@ def tuned_store(store: Store, fastest: Algorithm) -> None:
     for layer in layers_of(MODEL):
         for algorithm in ALL:
             seconds = 1e-3 if algorithm is fastest else 4e-3
-            put(store, layer, layer.usual(algorithm, MACHINE), *[seconds] * 4)
+            put(store, layer, layer.untuned_choice(algorithm, MACHINE), *[seconds] * 4)
         put(store, layer, other(layer, fastest), *[0.5e-3] * 4)
 
 
@@ -392,7 +396,7 @@ def test_an_interrupt_while_layers_are_measured(tmp_path: Path) -> None:
 
 
 def untuned_way(layer: Layer, algorithm: Algorithm) -> KernelChoice:
-    return layer.usual(algorithm, MACHINE)
+    return layer.untuned_choice(algorithm, MACHINE)
 
 
 def test_results_say_what_was_chosen(store: Store) -> None:
@@ -407,7 +411,7 @@ def test_results_say_what_was_chosen(store: Store) -> None:
         assert row.name == layer.name
         assert row.calls == 1
         assert row.plain_seconds == pytest.approx(4e-3)
-        assert row.heuristic == str(layer.usual(Algorithm(untuned.algorithm), MACHINE))
+        assert row.heuristic == str(layer.untuned_choice(Algorithm(untuned.algorithm), MACHINE))
         assert row.heuristic_seconds == pytest.approx(
             1e-3 if untuned.algorithm == F23.value else 4e-3, rel=1e-3
         )

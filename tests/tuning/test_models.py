@@ -36,7 +36,7 @@ from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.schedules.contraction import schedule_contraction
 from xrlflow.cli import app
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.layer_times import Seen, StoredTimes, together
+from xrlflow.tuning.layer_times import LayerLog, StoredTimes, together
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of
@@ -73,7 +73,7 @@ def network() -> onnx.ModelProto:
 
 @pytest.fixture(scope="module")
 def tasks() -> LayerTasks:
-    seen = Seen()
+    seen = LayerLog()
     fuse(import_model(network()), MACHINE, algorithms=Algorithms(timings=seen))
     return tasks_of(together(seen.layers))
 
@@ -272,7 +272,7 @@ def test_every_method_tunes_a_models_layers(method: Method, tasks: LayerTasks, t
             assert result.failed == 0
             assert result.best is not None
             records = store.known(result.task.key)
-            assert tasks.usual(result.task).key in {record.candidate for record in records}
+            assert tasks.untuned_candidate(result.task).key in {record.candidate for record in records}
             assert len({record.candidate for record in records}) == result.trials
 
 
@@ -350,7 +350,7 @@ def test_a_models_layers_are_measured_again_beside_the_untuned_ones(
     for task in tasks:
         layer = pool.layers.by_key.get(task.key)
         if layer is not None:
-            assert kernels.usual(task).key == key_of(layer, layer.untuned(MACHINE)[0], MACHINE)
+            assert kernels.untuned_candidate(task).key == key_of(layer, layer.untuned(MACHINE)[0], MACHINE)
 
 
 @pytest.mark.usefixtures("compiled_here")

@@ -344,7 +344,7 @@ class Lucky(Formula):
 class Again:
     """The thirtieth is the untuned one."""
 
-    def usual(self, task: Task) -> Candidate:
+    def untuned_candidate(self, task: Task) -> Candidate:
         return Candidate(None, [], task.mod, "30")
 
     def recorded(self, task: Task, record: Record) -> Candidate:

@@ -223,7 +223,7 @@ def test_kernels_are_built_and_timed(cluster: Cluster, tmp_path: Path) -> None:
     """On both nodes; a worker that is killed in the middle costs no measurement."""
     task = matmul(64)
     candidates = [scheduled(task, step) for step in (1, 2, 4, 8, 16, 32)]
-    options = PoolOptions(2, 1, Timing(samples=2, sample_ms=0.2), place=cluster)
+    options = PoolOptions(2, 1, Timing(samples=2, sample_ms=0.2), factory=cluster)
     with Pool(options) as pool:
         outcomes = pool.outcomes(task, [*candidates, calls("abort")])
         found = dict([next(outcomes)])
@@ -397,6 +397,6 @@ def test_a_node_without_what_is_needed(tmp_path: Path) -> None:
                 ClusterError, match=r"takes times: start one with .*--resources='\{\"latency\": 1\}'"
             ),
         ):
-            Pool(PoolOptions(1, 1, place=cluster))
+            Pool(PoolOptions(1, 1, factory=cluster))
     finally:
         bare.shutdown()

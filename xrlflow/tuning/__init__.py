@@ -1,2 +1,2 @@
-"""Kernel tuning: graphs compiled with what is known of kernels (`lowering`), whole models (`models`), tasks, spaces of
-knobs, tuners, processes that build and run kernels, and a store of what was tuned."""
+"""Kernel tuning: compilation with measured, predicted or estimated times of kernels (`lowering`), the tuning of models
+(`models`), tasks, design spaces, tuners, processes that build and run kernels, and a store of measurements."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Curve:
-    """How a task became faster: (trials so far, best seconds so far) after each batch, ascending."""
+    """How a task became faster: (number of trials, best seconds so far) after each batch, ascending."""
 
     weight: float
     points: list[tuple[int, float]] = field(default_factory=list)
@@ -25,17 +25,17 @@ class _Curve:
 
 
 class Allocation:
-    """The gradient scheduler of Ansor (Zheng et al., OSDI 2020, section 6) without its guess from similar tasks, which
-    makes it the scheduler of MetaSchedule.
+    """The gradient scheduler of Ansor (Zheng et al., OSDI 2020, section 6) without its guess from similar tasks. This
+    is also the scheduler of MetaSchedule.
 
     The latency to minimise is the sum over the tasks of weight times best time g. The gain from the next trial of a
     task is a mixture of two estimates: `alpha` times the slope of g over the last `window` batches, and 1 - `alpha`
-    times g/t after t trials. The latter is the slope if the time fell as 1/t: an optimistic guess, so that a task that
-    is stuck for a while is not given up at once. First every task gets one batch, in order. Then the task with the
-    largest estimate is next.
+    times g/t after t trials. The latter would be the slope if the time fell as 1/t. It is an optimistic guess, so that
+    a task that does not improve for a while is not given up at once. First every task gets one batch, in order. Then
+    the task with the largest estimate is next.
 
-    A task without a working candidate has no estimate. It counts as much as the best other task, divided by the number
-    of batches that it was given in vain.
+    A task without a working candidate has no estimate. It counts as the best other task, divided by the number of
+    batches that it has had.
     """
 
     def __init__(self, weights: Sequence[float], *, alpha: float = 0.2, window: int = 3) -> None:
@@ -48,32 +48,33 @@ class Allocation:
         self._curves = [_Curve(float(weight)) for weight in weights]
 
     def next(self) -> int | None:
-        """The index of the task to measure next; None if no task has anything left to try."""
-        waiting = [number for number, curve in enumerate(self._curves) if curve.open]
-        untouched = [number for number in waiting if not self._curves[number].points]
-        if not waiting or untouched:
-            return untouched[0] if untouched else None
-        gains = self._gains(waiting)
-        return max(waiting, key=lambda number: (gains[number], -self._curves[number].trials, -number))
+        """The index of the task to measure next; None if no task has candidates left."""
+        open_tasks = [number for number, curve in enumerate(self._curves) if curve.open]
+        unmeasured = [number for number in open_tasks if not self._curves[number].points]
+        if not open_tasks or unmeasured:
+            return unmeasured[0] if unmeasured else None
+        gains = self._gains(open_tasks)
+        return max(open_tasks, key=lambda number: (gains[number], -self._curves[number].trials, -number))
 
     def update(self, task: int, trials: int, best: float) -> None:
-        """Note that the task had `trials` more, and that its best time is now `best` seconds (infinite: none ran)."""
+        """Note `trials` more trials of a task, and that its best time is now `best` seconds (infinite: no candidate
+        ran)."""
         curve = self._curves[task]
         curve.points.append((curve.trials + max(trials, 0), min(best, curve.best)))
 
     def leave(self, task: int) -> None:
-        """Note that the task has nothing left to try."""
+        """Note that the task has no candidates left."""
         self._curves[task].open = False
 
     def trials(self, task: int) -> int:
         """The number of trials that the task has had."""
         return self._curves[task].trials
 
-    def _gains(self, waiting: Sequence[int]) -> dict[int, float]:
-        """The expected saving of one more trial of each task, in seconds of the whole model."""
-        gains = {n: self._gain(self._curves[n]) for n in waiting if self._curves[n].best < math.inf}
-        most = max(gains.values(), default=1.0)
-        return gains | {n: most / len(self._curves[n].points) for n in waiting if n not in gains}
+    def _gains(self, tasks: Sequence[int]) -> dict[int, float]:
+        """The expected saving of one more trial of each task, in seconds of the entire model."""
+        gains = {n: self._gain(self._curves[n]) for n in tasks if self._curves[n].best < math.inf}
+        greatest = max(gains.values(), default=1.0)
+        return gains | {n: greatest / len(self._curves[n].points) for n in tasks if n not in gains}
 
     def _gain(self, curve: _Curve) -> float:
         finite = [point for point in curve.points if point[1] < math.inf]

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 def alone(function: Any) -> IRModule:
-    """A kernel as a module."""
+    """A module with a kernel as its only function."""
     return tvm().IRModule({"main": function.with_attr("global_symbol", "main")})
 
 
-def run(module: IRModule, given: Mapping[str, Floats], machine: Machine) -> Floats:
-    """What a scheduled module with these inputs computes. Raises BackendError if it cannot run here."""
-    values = tuple(Value(name, FLOAT, array.shape) for name, array in given.items())
+def run(module: IRModule, inputs: Mapping[str, Floats], machine: Machine) -> Floats:
+    """The output of a scheduled module for these inputs. Raises BackendError if the module cannot run here."""
+    values = tuple(Value(name, FLOAT, array.shape) for name, array in inputs.items())
     interface = Interface(values, ("out",), machine.triple, machine.cpu, "")
     executable = compile_module(module, machine)
     # One thread: others would still spin while kernels are timed in another process.
     with TvmModel(executable, interface, threads=1) as model:
-        (found,) = model.run(given)
-    return np.asarray(found)
+        (output,) = model.run(inputs)
+    return np.asarray(output)

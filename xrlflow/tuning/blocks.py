@@ -1,7 +1,7 @@
-"""Depthwise convolutions with their pointwise neighbours as blocks to measure: one kernel for each convolution, or one
-in bands for all.
+"""Inverted residuals (depthwise convolutions with pointwise neighbours) as layers to be measured: with one kernel for
+each convolution, or one kernel in bands for all. Here they are called blocks.
 
-A block is known by its form. Its weights and images are drawn, since times do not depend on them.
+A block is identified by its workload. Its weights and images are random numbers, since times do not depend on them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Kernels(Enum):
-    """What computes a block."""
+    """The two groups of kernels for a block."""
 
     APART = "one by one"
     BANDS = "bands"
@@ -65,12 +65,12 @@ class BlockChoice:
 
     @property
     def text(self) -> str:
-        """As it is stored: JSON."""
+        """The choice as JSON, as stores have it."""
         return json.dumps([self.group.value, None if self.blocking is None else asdict(self.blocking)])
 
     @staticmethod
     def stored(text: str) -> BlockChoice | None:
-        """The way of a record; None if another version of the program wrote something else."""
+        """The choice of a record; None if another version of the program wrote something else."""
         try:
             name, values = json.loads(text)
             blocking = None
@@ -95,7 +95,7 @@ class BlockChoice:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A depthwise convolution with its neighbours (see `Measurable`). `weight`: how often the model calls it."""
+    """An inverted residual (see `Measurable`). `weight`: how often the model calls it."""
 
     workload: ConvBlock
     far: bool
@@ -131,8 +131,8 @@ class Block:
     def at(self, far: bool) -> Block:
         return replace(self, far=far)
 
-    def usual(self, machine: Machine) -> BlockChoice:
-        """What an untuned compilation chooses."""
+    def untuned_choice(self, machine: Machine) -> BlockChoice:
+        """The choice of an untuned compilation."""
         return BlockChoice(untuned_blocking(self.workload, machine))
 
     def untuned(self, machine: Machine) -> list[BlockChoice]:
@@ -158,12 +158,13 @@ class Block:
         return weights_of_bands(self.workload)
 
     def estimate(self, choice: BlockChoice, machine: Machine) -> float:
-        """One kernel for each convolution has no estimate: it counts as the usual blocking."""
+        """The estimated time. One kernel for each convolution has no estimate, and counts as the best blocking in
+        bands."""
         return cost(self.workload, choice.blocking or best_blocking(self.workload, machine), machine)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """As of `Layer`, with the expanded channels in the end."""
+        """See `Layer.sizes`. The number of expanded channels is added at the end."""
         workload = self.workload
         convolutions = (workload.expand, workload.depthwise, workload.project)
         steps = [step for some in convolutions if some is not None for step in some]
@@ -183,7 +184,7 @@ class Block:
             return False
         try:
             return key_of(self, choice, machine) == key
-        except BackendError:  # today the block has no kernels of its own
+        except BackendError:  # this version has no kernels for the block
             return False
 
     def kernel(self, choice: BlockChoice, machine: Machine) -> IRModule:
@@ -193,30 +194,31 @@ class Block:
 
     def arguments(self, choice: BlockChoice, machine: Machine) -> list[Floats]:
         workload, blocking = self.workload, choice.blocking
-        drawn = _drawn(workload)
+        samples = _samples(workload)
         if blocking is None:
-            return [drawn.image, *drawn.large.values(), *_apart(workload, machine)[1]]
-        found = [drawn.image]
-        if (first := drawn.expand) is not None:
-            found.append(packed_expansion(first.weights[0, 0], workload, blocking))
-            found += [by_channel(extra, workload, blocking) for extra in first.extras]
-        found.append(by_channel(drawn.depthwise.weights[:, :, 0], workload, blocking))
-        found += [by_channel(extra, workload, blocking) for extra in drawn.depthwise.extras]
-        if (last := drawn.project) is not None:
-            found.append(packed_projection(last.weights[0, 0], workload, blocking))
-            found += last.extras
-        return found
+            return [samples.image, *samples.large.values(), *_apart(workload, machine)[1]]
+        arrays = [samples.image]
+        if (first := samples.expand) is not None:
+            arrays.append(packed_expansion(first.weights[0, 0], workload, blocking))
+            arrays += [by_channel(extra, workload, blocking) for extra in first.extras]
+        arrays.append(by_channel(samples.depthwise.weights[:, :, 0], workload, blocking))
+        arrays += [by_channel(extra, workload, blocking) for extra in samples.depthwise.extras]
+        if (last := samples.project) is not None:
+            arrays.append(packed_projection(last.weights[0, 0], workload, blocking))
+            arrays += last.extras
+        return arrays
 
     def expected(self, machine: Machine) -> Floats:
-        """What one kernel for each convolution computes."""
-        drawn = _drawn(self.workload)
-        given = {"image": drawn.image, **{f"extra{i}": array for i, array in drawn.large.items()}}
-        return run(_scheduled(self.workload, machine), given, machine)
+        """The output of one kernel for each convolution."""
+        samples = _samples(self.workload)
+        inputs = {"image": samples.image, **{f"extra{i}": array for i, array in samples.large.items()}}
+        return run(_scheduled(self.workload, machine), inputs, machine)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Convolution:
-    """Weights [row, column, input channel, channel], the steps that follow, and the values of their extras."""
+    """Weights [row, column, input channel, channel], the steps after the convolution, and the values of their
+    extras."""
 
     weights: Floats
     steps: tuple[Step, ...]
@@ -224,8 +226,8 @@ class _Convolution:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Drawn:
-    """What a block reads. `large`: the extras of the last convolution that are as large as the result, by number."""
+class _Samples:
+    """The inputs of a block. `large`: the extras of the last convolution that are as large as the result, by number."""
 
     image: Floats
     expand: _Convolution | None
@@ -234,7 +236,7 @@ class _Drawn:
     large: dict[int, Floats]
 
 
-def _drawn(workload: ConvBlock) -> _Drawn:
+def _samples(workload: ConvBlock) -> _Samples:
     rng = np.random.default_rng(0)
 
     def draw(shape: tuple[int, ...], steps: tuple[Step, ...]) -> _Convolution:
@@ -250,7 +252,7 @@ def _drawn(workload: ConvBlock) -> _Drawn:
     extras = [] if project is None else zip(project.extras, extras_of(project.steps))
     large = {i: array for i, (array, extra) in enumerate(extras) if not extra.by_channel}
     image = rng.standard_normal(workload.image, np.float32)
-    return _Drawn(image, expand, depthwise, project, large)
+    return _Samples(image, expand, depthwise, project, large)
 
 
 @cache
@@ -261,9 +263,9 @@ def _in_bands(workload: ConvBlock, blocking: BandBlocking) -> IRModule:
 
 @cache
 def _apart(workload: ConvBlock, machine: Machine) -> tuple[IRModule, tuple[Floats, ...]]:
-    """All kernels of a block one after the other, and the constants that they read.
+    """All kernels of a block one after the other, as one function, and the constants that it reads.
 
-    They are one function, since between them nothing replaces what the caches hold.
+    They are measured together, because in a model nothing replaces the contents of the caches between them.
     """
     function, constants = joined(_scheduled(workload, machine))
     return alone(function), tuple(constants)
@@ -280,23 +282,23 @@ def _module(workload: ConvBlock) -> IRModule:
     tvm()
     from tvm import relax
 
-    builder, drawn = relax.BlockBuilder(), _drawn(workload)
+    builder, samples = relax.BlockBuilder(), _samples(workload)
     at = relax.Var("image", relax.TensorType(workload.image, FLOAT))
-    given = {i: relax.Var(f"extra{i}", relax.TensorType(workload.out, FLOAT)) for i in drawn.large}
+    variables = {i: relax.Var(f"extra{i}", relax.TensorType(workload.out, FLOAT)) for i in samples.large}
 
     def followed(expression: Any, by: _Convolution, large: Mapping[int, Any]) -> Any:
         extras = [large.get(i, relax.const(x.reshape(1, 1, 1, -1))) for i, x in enumerate(by.extras)]
         return with_steps(builder, builder.emit(expression), by.steps, extras)
 
-    with builder.function("main", [at, *given.values()]):
+    with builder.function("main", [at, *variables.values()]):
         with builder.dataflow():
-            if (first := drawn.expand) is not None:
+            if (first := samples.expand) is not None:
                 at = followed(_convolved(at, first), first, {})
-            middle = drawn.depthwise
+            middle = samples.depthwise
             convolved = _convolved(at, middle, workload.strides, _padding(workload), workload.middle[3])
             at = followed(convolved, middle, {})
-            if (last := drawn.project) is not None:
-                at = followed(_convolved(at, last), last, given)
+            if (last := samples.project) is not None:
+                at = followed(_convolved(at, last), last, variables)
             result = builder.emit_output(at)
         builder.emit_func_output(result)
     return builder.get()
@@ -318,7 +320,7 @@ def _convolved(
 
 
 def _padding(workload: ConvBlock) -> list[int]:
-    """Top, left, bottom and right: as much as the last window reaches beyond the image."""
+    """The padding at the top, left, bottom and right: as much as the last window reaches beyond the image."""
     ends = [
         max(0, (out - 1) * stride + window - size - before)
         for out, stride, window, size, before in zip(

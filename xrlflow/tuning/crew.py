@@ -16,11 +16,12 @@ from xrlflow.workers import Forks, Terms, WorkerError, WorkerLate, WorkerLost, W
 START_SECONDS = 120.0
 """Seconds that a worker may take to load TVM."""
 _ATTEMPTS = 2
-"""An earlier candidate may have damaged the process that a candidate ends: it is tried again in a fresh one."""
+"""The number of attempts. If a process ends, an earlier candidate may have damaged it, so the candidate is tried again
+in a fresh process."""
 
 
 class PoolError(RuntimeError):
-    """Nothing can be measured: workers do not start, the disk is full, or the pool is closed.
+    """No kernel can be measured: workers do not start, the disk is full, or the pool is closed.
 
     The message is one line.
     """
@@ -28,9 +29,10 @@ class PoolError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a crew does with a candidate: "building" or "running" it, with `threads` threads, for at most `seconds`.
+    """What a crew does with each candidate. `activity`: "building" or "running", with `threads` threads, for at most
+    `seconds`.
 
-    A worker is replaced after `uses` candidates. `device`: the name of the other machine that the workers wait for.
+    A worker is replaced after `uses` candidates. `device`: the name of the other machine on which candidates run.
     """
 
     activity: str
@@ -41,10 +43,10 @@ class Work:
 
 
 def fork_server() -> Forks:
-    """The process that workers are forked from, with TVM loaded. Raises PoolError."""
+    """The process from which workers are forked, with TVM loaded. Raises PoolError."""
     variables = {
-        # A library may leave something small where a large tensor was, so that the next tensor does not fit:
-        # megabytes per candidate, unless large tensors get pages of their own (glibc).
+        # Without this setting (of glibc), a library may leave a small allocation where a large tensor was, so that the
+        # next tensor does not fit: megabytes per candidate. With it, large tensors get pages of their own.
         "MALLOC_MMAP_THRESHOLD_": str(128 * 1024),
         # Libraries must not start threads: a process with threads cannot be forked safely.
         **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -56,10 +58,10 @@ def fork_server() -> Forks:
 
 
 class JobCrew:
-    """Workers for one kind of job. `seconds`: how long there was work for any of them.
+    """Workers for one kind of job. `seconds`: how long any of them had work.
 
-    With several of a device's key, one that is gone takes its worker with it. If the last one does not answer in time,
-    nothing more can be done.
+    If several devices have the same key, a device that disappears takes its worker with it. PoolError is raised when
+    the last one does not reply in time.
     """
 
     def __init__(self, crew: WorkerPool, work: Work) -> None:
@@ -68,41 +70,41 @@ class JobCrew:
         self._closed = False
 
     def work(self, jobs: Iterator[Job], until: float = math.inf) -> Generator[tuple[int, Answer], None, None]:
-        """The answers to jobs, each with its number in `jobs`, as they arrive. No job begins after `until`.
+        """The replies to jobs, each with the job's number, as they arrive. No job begins after `until`.
 
         If the generator is closed early, busy workers are replaced. Raises PoolError.
         """
         if self._closed:
             raise PoolError("the pool is closed")
-        with contextlib.closing(self.crew.work(self._orders(jobs), until, self._given_up)) as answers:
+        with contextlib.closing(self.crew.work(self._tasks(jobs), until, self._failure)) as replies:
             while True:
                 start = time.monotonic()
                 try:
-                    found = next(answers, None)
+                    result = next(replies, None)
                 except WorkerError as error:
                     raise PoolError(self._reason(error)) from error
                 finally:
                     self.seconds += time.monotonic() - start
-                if found is None:
+                if result is None:
                     return
-                answer = self._answer(*found)
-                if isinstance(answer, Failed) and answer.fatal:
-                    raise PoolError(answer.error)
-                yield found[0], answer
+                reply = self._reply(*result)
+                if isinstance(reply, Failed) and reply.fatal:
+                    raise PoolError(reply.error)
+                yield result[0], reply
 
-    def _orders(self, jobs: Iterator[Job]) -> Iterator[Any]:
+    def _tasks(self, jobs: Iterator[Job]) -> Iterator[Any]:
         return jobs
 
-    def _answer(self, number: int, received: Any) -> Answer:
-        answer: Answer = received
-        return answer
+    def _reply(self, number: int, received: Any) -> Answer:
+        reply: Answer = received
+        return reply
 
     def _reason(self, error: WorkerError) -> str:
         if isinstance(error, WorkerLate) and self._work.device is not None:
             return f"remote device {self._work.device} has not answered for {self._work.seconds:g} s"
         return str(error)
 
-    def _given_up(self, order: Any, error: WorkerError) -> Any:
+    def _failure(self, task: Any, error: WorkerError) -> Any:
         if isinstance(error, WorkerLate):
             return Failed(f"{self._work.activity} it took longer than {self._work.seconds:g} s")
         how = error.how if isinstance(error, WorkerLost) else str(error)

@@ -1,7 +1,7 @@
-"""Candidates are built and run on the nodes of a cluster.
+"""Builds and runs candidates on the nodes of a cluster.
 
-A worker on a node has what a pool has here: a fork server, and a process that may crash. Libraries travel as bytes. To
-the pool a crew there is like one here.
+A worker on a node has what a pool has on this machine: a fork server, and a process that may crash. Libraries are sent
+as bytes. The pool uses such a crew like one of this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xrlflow.workers import Kind, WorkerError, WorkerFactory, WorkerPool
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A job, and the libraries that it runs, by their paths there."""
+    """A job, and the libraries that it runs, by their paths on the sender's machine."""
 
     job: Job
     libraries: Mapping[str, bytes]
@@ -32,16 +32,15 @@ class _Sent:
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """An answer, and the library that was built."""
+    """A reply, and the library that was built."""
 
     answer: Answer
     library: bytes | None
 
 
 class Bench:
-    """A worker's hand that builds or runs candidates on its node. `machine` and `processor`: those that its node must
-    have; None: any, because it takes no times. Raises PoolError if the node has others.
-    """
+    """The handler of a worker that builds or runs candidates on its node. `machine` and `processor`: the node must have
+    these; `processor` is None if nothing is timed. Raises PoolError if the node has others."""
 
     def __init__(self, work: Work, machine: str, processor: str | None) -> None:
         if platform.machine() != machine:
@@ -55,31 +54,31 @@ class Bench:
         self._crew = local_crew(self._server, 1, work)
         self._measures = processor is not None
 
-    def do(self, order: _Sent) -> _Received:
-        theirs = paths_of(order.job)
-        paths = [os.path.join(self._server.folder, os.path.basename(path)) for path in theirs]
+    def do(self, task: _Sent) -> _Received:
+        sent_paths = paths_of(task.job)
+        paths = [os.path.join(self._server.folder, os.path.basename(path)) for path in sent_paths]
         try:
-            for path, their in zip(paths, theirs):
-                if their in order.libraries:
-                    Path(path).write_bytes(order.libraries[their])
-            turn = measuring(lambda holder: None) if self._measures else contextlib.nullcontext()
-            job = moved(order.job, paths)
-            with turn, contextlib.closing(self._crew.work(iter([job]))) as answers:
-                _, answer = next(answers)
-            return _Received(answer, Path(paths[0]).read_bytes() if isinstance(answer, Built) else None)
+            for path, sent in zip(paths, sent_paths):
+                if sent in task.libraries:
+                    Path(path).write_bytes(task.libraries[sent])
+            exclusively = measuring(lambda holder: None) if self._measures else contextlib.nullcontext()
+            job = moved(task.job, paths)
+            with exclusively, contextlib.closing(self._crew.work(iter([job]))) as replies:
+                _, reply = next(replies)
+            return _Received(reply, Path(paths[0]).read_bytes() if isinstance(reply, Built) else None)
         finally:
             for path in paths:
                 Path(path).unlink(missing_ok=True)
 
 
 class DistantCrew(JobCrew):
-    """Workers of a place for one kind of job. Libraries travel with jobs and answers."""
+    """Workers of a cluster for one kind of job. Libraries are sent with jobs and replies."""
 
     def __init__(self, crew: WorkerPool, work: Work) -> None:
         super().__init__(crew, work)
         self._paths: list[str] = []
 
-    def _orders(self, jobs: Iterator[Job]) -> Iterator[_Sent]:
+    def _tasks(self, jobs: Iterator[Job]) -> Iterator[_Sent]:
         self._paths = []
         for job in jobs:
             needed = paths_of(job)
@@ -87,22 +86,23 @@ class DistantCrew(JobCrew):
             read = () if isinstance(job, Build) else needed
             yield _Sent(job, {path: Path(path).read_bytes() for path in read})
 
-    def _answer(self, number: int, received: _Received) -> Answer:
+    def _reply(self, number: int, received: _Received) -> Answer:
         if received.library is not None:
             Path(self._paths[number]).write_bytes(received.library)
         return received.answer
 
-    def _given_up(self, order: Any, error: WorkerError) -> Any:
-        """What ends worker after worker is no fault of a candidate: those of a node have given up on it before."""
+    def _failure(self, task: Any, error: WorkerError) -> Any:
+        """If a job ends one worker after the other, the candidate is not the cause: the workers of a node have tried it
+        again themselves."""
         raise error
 
     def settle(self) -> None:
-        """Workers of other machines disturb nothing here."""
+        """Do nothing: workers of other machines do not disturb measurements here."""
 
 
-def distant_crew(place: WorkerFactory, work: Work, count: int, kind: Kind = Kind.COMPUTE) -> DistantCrew:
-    """At most `count` workers of a place. Those that measure must have this machine's processor."""
+def distant_crew(factory: WorkerFactory, work: Work, count: int, kind: Kind = Kind.COMPUTE) -> DistantCrew:
+    """At most `count` workers of a cluster. Those that measure must have this machine's processor."""
     processor = cpu_name() if kind is Kind.MEASURE else None
     make = functools.partial(Bench, work, platform.machine(), processor)
     name = "runner" if kind is Kind.MEASURE else "builder"
-    return DistantCrew(WorkerPool(place, make, max(1, count), name, kind), work)
+    return DistantCrew(WorkerPool(factory, make, max(1, count), name, kind), work)

@@ -1,4 +1,4 @@
-"""What is decided of a kernel: knobs, and kernels as vectors of them."""
+"""Knobs, the dimensions of a design space, and kernels as vectors of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class KnobError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One decision. `levels`: its values, ascending. `ordered`: values that follow each other are similar; not so
-    algorithms."""
+    """One dimension of a design space. `levels`: its values, ascending. `ordered`: neighbouring values are similar (not
+    so for algorithms)."""
 
     name: str
     levels: tuple[float, ...]
@@ -37,17 +37,17 @@ class Knob:
 
     def near(self, index: int) -> tuple[int, ...]:
         """The indices of the values nearest to this one, ascending, without itself: its neighbours, or all others if
-        there is no order."""
-        places = (index - 1, index + 1) if self.ordered else range(len(self))
-        return tuple(i for i in places if i != index and 0 <= i < len(self))
+        the knob is not ordered."""
+        indices = (index - 1, index + 1) if self.ordered else range(len(self))
+        return tuple(i for i in indices if i != index and 0 <= i < len(self))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
     """A kernel to measure.
 
-    `vector` decodes to it; None for one that is in no space. Candidates with equal `key` are the same kernel. `trace`:
-    how it is made, as JSON.
+    `vector`: its vector in the design space; None if it is in none. `trace`: the choice that describes it, as JSON.
+    Candidates with equal `key` are the same kernel.
     """
 
     vector: Vector | None

@@ -1,4 +1,5 @@
-"""Layers as tuning tasks: which kernels they have, who proposes them, and how they are checked and timed."""
+"""Layers as tuning tasks: the kernels that they may have, the tuners that propose them, and how they are checked and
+timed."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from xrlflow.tuning.tuners.one_shot import OneShotTuner
 from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 from xrlflow.tuning.worker import Timing
 
-# So many kernels of a layer, the fastest by a predictor, are measured first.
+# So many kernels of a layer, the fastest according to a predictor, are measured first.
 _PREDICTED = 8
 
 COLD_PRIVATE_CACHES = Timing(samples=10, flush=True)
@@ -39,8 +40,8 @@ COLD_PRIVATE_CACHES = Timing(samples=10, flush=True)
 
 @dataclass(frozen=True, eq=False)
 class LayerTasks:
-    """Layers, each of a key of its own, as tasks of a session. `heuristic`: the way of a layer in an untuned
-    compilation. `predictor`: with one, its choices are measured first."""
+    """Layers, each with a different key, as tasks of a session. `heuristic`: returns the choice for a layer in an
+    untuned compilation. `predictor`: if there is one, the kernels that it predicts to be fast are measured first."""
 
     layers: Sequence[Measurable[Any]]
     machine: Machine
@@ -60,15 +61,16 @@ class LayerTasks:
         ]
 
     def maker(self, method: Method) -> MakeTuner:
-        """Makes tuners that first propose the untuned kernels of each algorithm: the tuned kernel is never slower, and
-        those within a budget of errors can be compared. Then they propose what the predictor thinks fastest."""
+        """A function that makes tuners. They first propose the untuned kernel of each algorithm: so the tuned kernel is
+        never slower, and all algorithms within the budget of errors can be compared. Then they propose what the
+        predictor considers fastest, and then what `method` proposes."""
 
         def make(task: Task, seed: int) -> Tuner:
             layer = self.by_key[task.key]
             space = DesignSpace.of(layer, self.machine)
             untuned = dict.fromkeys([self.heuristic(layer), *layer.untuned(self.machine)])
             first = [candidate for choice in untuned if (candidate := space.candidate(choice)) is not None]
-            if self.usual(task) is None:
+            if self.untuned_candidate(task) is None:
                 raise KnobError(f"{layer.name}: its untuned kernel cannot be measured alone")
             if self.predictor is not None and predictable(layer):
                 first += OneShotTuner(space, self.predictor).propose(_PREDICTED)
@@ -76,13 +78,13 @@ class LayerTasks:
 
         return make
 
-    def usual(self, task: Task) -> Candidate | None:
+    def untuned_candidate(self, task: Task) -> Candidate | None:
         """The kernel of an untuned compilation; None if it cannot be measured alone."""
         layer = self.by_key[task.key]
         return self._candidate(layer, self.heuristic(layer))
 
     def recorded(self, task: Task, record: Record) -> Candidate | None:
-        """The kernel of a record; None if the layer has no such kernel today."""
+        """The kernel of a record; None if the layer has no such kernel in this version."""
         layer = self.by_key[task.key]
         choice = layer.stored(record.trace)
         current = choice is not None and layer.is_current(choice, record.candidate, self.machine)
@@ -91,27 +93,27 @@ class LayerTasks:
     def _candidate(self, layer: Measurable[Any], choice: Any) -> Candidate | None:
         try:
             module = layer.kernel(choice, self.machine)
-        except BackendError:  # it is more than a sequence of kernels
+        except BackendError:  # it is not only a sequence of kernels
             return None
         return Candidate.of(None, json.loads(choice.text), module)
 
 
 class BeginWith:
-    """A tuner that first proposes given candidates."""
+    """A tuner that proposes the candidates `first` before those of another tuner."""
 
     def __init__(self, first: Sequence[Candidate], tuner: Tuner) -> None:
         self.name = tuner.name
-        self._known = frozenset(candidate.key for candidate in first)
-        self._left = [*{candidate.key: candidate for candidate in first}.values()]
+        self._first_keys = frozenset(candidate.key for candidate in first)
+        self._remaining = [*{candidate.key: candidate for candidate in first}.values()]
         self._tuner = tuner
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        begin, self._left = self._left[:count], self._left[count:]
+        begin, self._remaining = self._remaining[:count], self._remaining[count:]
         others: list[Candidate] = []
         while len(begin) + len(others) < count and not others:
-            own = self._tuner.propose(count - len(begin))
-            others = [candidate for candidate in own if candidate.key not in self._known]
-            if not own:
+            proposals = self._tuner.propose(count - len(begin))
+            others = [candidate for candidate in proposals if candidate.key not in self._first_keys]
+            if not proposals:
                 break
         return [*begin, *others]
 
@@ -119,9 +121,9 @@ class BeginWith:
         self._tuner.update(measured)
 
 
-# Rounds in which a kernel and the untuned one are timed in turns, fewer if these take so many milliseconds; before that
-# the latter is timed alone, so often and so long at most.
-_ROUNDS, _LIMIT, _STEADY, _MOST = 6, 60.0, 20, 500.0
+# A kernel and the untuned one are timed in turns in so many rounds, fewer if these take more than the second number of
+# milliseconds. Before that the untuned one is timed alone, at most so often and so many milliseconds.
+_ROUNDS, _LIMIT, _STEADY, _STEADY_LIMIT = 6, 60.0, 20, 500.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +146,13 @@ class _Built:
 class LayerMeasurer:
     """Checks and times kernels of layers (see `session.Measurer`). Weights of layers that are `far` come from memory.
 
-    A kernel's results are compared with the expected ones before it is timed, but not those of a remote device, where
-    only whole models are verified. Here a kernel is timed in turns with the untuned one of its layer: a processor may
-    change its rate from one second to the next by a third. Its time is the ratio of the two, times the untuned kernel's
-    time when the layer's first kernel was measured. `pool`: one with these options, which stays open; None: one starts
-    when there is something to measure. Kernels stay built as long as they are asked for in each call; the outcomes of a
-    call end with the next one.
+    A kernel's results are compared with the expected ones before it is timed. (Not on a remote device: there only
+    entire models are verified.) On this machine, a kernel is timed in turns with the untuned one of its layer, since a
+    processor may change its clock rate by a third from one second to the next. Its time is the ratio of both times,
+    multiplied by the untuned kernel's time when the layer's first kernel was measured.
+
+    `pool`: a pool with these options, which stays open; None: one is started when it is needed. A kernel stays built as
+    long as each call of `outcomes` asks for it. The outcomes of a call must be read before the next call.
     """
 
     layers: LayerTasks
@@ -180,20 +183,21 @@ class LayerMeasurer:
             yield position, kernel if isinstance(kernel, Measurement) else self._timed(task, kernel)
 
     def _timed(self, task: Task, kernel: Kernel) -> Measurement:
-        """In turns with the layer's untuned kernel, if that can be measured alone."""
-        far, pool = self.layers.by_key[task.key].far, self._started()
+        """Time a kernel, in turns with the layer's untuned kernel if that can be measured alone."""
+        far, pool = self.layers.by_key[task.key].far, self._open_pool()
         timing = replace(self.options.timing, others=last_level() if far else 0)
-        if (usual := self._reference(task, timing)) is None:
+        if (reference := self._reference(task, timing)) is None:
             return pool.timed(kernel, timing)
-        found = pool.in_turns([usual.kernel, kernel], replace(timing, samples=_ROUNDS, limit_ms=_LIMIT))
-        if isinstance(found, Measurement):
-            return found
-        return Measurement(tuple(usual.seconds * mine / other for other, mine in found))
+        rounds = pool.in_turns([reference.kernel, kernel], replace(timing, samples=_ROUNDS, limit_ms=_LIMIT))
+        if isinstance(rounds, Measurement):
+            return rounds
+        return Measurement(tuple(reference.seconds * mine / other for other, mine in rounds))
 
     def untuned_seconds(self, key: str) -> float | None:
-        """The time of the kernel with which those of a layer are timed in turns; None if none was measured so."""
-        found = self._references.get(key)
-        return None if found is None else found.seconds
+        """The seconds of the untuned kernel with which kernels of a layer are timed in turns; None if there was
+        none."""
+        reference = self._references.get(key)
+        return None if reference is None else reference.seconds
 
     def _reference(self, task: Task, timing: Timing) -> _Reference | None:
         if self.options.remote is not None:
@@ -203,48 +207,48 @@ class LayerMeasurer:
         return self._references[task.key]
 
     def _untuned(self, task: Task, timing: Timing) -> _Reference | None:
-        if (candidate := self.layers.usual(task)) is None:
+        if (candidate := self.layers.untuned_candidate(task)) is None:
             return None
-        pool = self._started()
+        pool = self._open_pool()
         (kernel,) = self.at_end.enter_context(pool.built(task.target, [candidate.mod]))
         if not isinstance(kernel, Kernel):
             return None
-        timed = pool.timed(kernel, replace(timing, samples=_STEADY, limit_ms=_MOST))
+        timed = pool.timed(kernel, replace(timing, samples=_STEADY, limit_ms=_STEADY_LIMIT))
         return None if timed.error is not None else _Reference(kernel, timed.median)
 
     def _checked(
         self, task: Task, candidates: Sequence[Candidate], until: float = math.inf
     ) -> Iterator[tuple[int, Kernel | Measurement]]:
-        """The kernels of candidates, by position, or what is wrong with them. Those that would begin after `until`
-        (`time.monotonic`) are left out."""
-        layer, pool = self.layers.by_key[task.key], self._started()
+        """The kernels of candidates with their positions, or the errors of those that fail. Candidates that would begin
+        after `until` (`time.monotonic`) are left out."""
+        layer, pool = self.layers.by_key[task.key], self._open_pool()
         self._keep({(task.key, one.key) for one in candidates})
-        known = {name: kernel for built in self._built for name, kernel in built.kernels.items()}
-        new = [i for i, one in enumerate(candidates) if (task.key, one.key) not in known]
+        ready = {name: kernel for built in self._built for name, kernel in built.kernels.items()}
+        new = [i for i, one in enumerate(candidates) if (task.key, one.key) not in ready]
         for i, one in enumerate(candidates):
-            if (kernel := known.get((task.key, one.key))) is not None and time.monotonic() < until:
+            if (kernel := ready.get((task.key, one.key))) is not None and time.monotonic() < until:
                 yield i, kernel
         if not new:
             return
         self._built.append(built := _Built())
         modules = [candidates[i].mod for i in new]
-        for i, found in zip(new, built.files.enter_context(pool.built(task.target, modules, until))):
-            if isinstance(found, Kernel):
-                if (wrong := self._wrong(layer, candidates[i], found)) is None:
-                    built.kernels[task.key, candidates[i].key] = found
-                yield i, found if wrong is None else Measurement(error=wrong)
-            elif found is not None:
-                yield i, found
+        for i, result in zip(new, built.files.enter_context(pool.built(task.target, modules, until))):
+            if isinstance(result, Kernel):
+                if (message := self._deviation(layer, candidates[i], result)) is None:
+                    built.kernels[task.key, candidates[i].key] = result
+                yield i, result if message is None else Measurement(error=message)
+            elif result is not None:
+                yield i, result
 
     def _keep(self, names: Collection[tuple[str, str]]) -> None:
-        """Remove the files of what was built, but for those that were built with one of these."""
-        kept = [built for built in self._built if not built.kernels.keys().isdisjoint(names)]
+        """Remove the files of kernels, except of those that were built together with one of these."""
+        needed = [built for built in self._built if not built.kernels.keys().isdisjoint(names)]
         for built in self._built:
-            if built not in kept:
+            if built not in needed:
                 built.files.close()
-        self._built = kept
+        self._built = needed
 
-    def _wrong(self, layer: Measurable[Any], candidate: Candidate, kernel: Kernel) -> str | None:
+    def _deviation(self, layer: Measurable[Any], candidate: Candidate, kernel: Kernel) -> str | None:
         if self.options.remote is not None:
             return None
         choice = layer.stored(json.dumps(candidate.trace))
@@ -255,9 +259,9 @@ class LayerMeasurer:
                 self._expected = {layer.key: layer.expected(self.layers.machine)}
         except BackendError as error:
             return f"the layer cannot run alone: {error}"
-        return deviation(self._started(), kernel, arguments, self._expected[layer.key])
+        return deviation(self._open_pool(), kernel, arguments, self._expected[layer.key])
 
-    def _started(self) -> Pool:
+    def _open_pool(self) -> Pool:
         if self.pool is None:
             self.pool = self.at_end.enter_context(Pool(self.options))
         return self.pool

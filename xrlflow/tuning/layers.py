@@ -1,6 +1,6 @@
-"""Convolutions and products as layers to measure: the kernels of each way, alone, and what they compute.
+"""Convolutions and products as layers to be measured: the kernel of each choice, alone, and its expected results.
 
-A layer is known by its form. Its weights and images are drawn, since times do not depend on them.
+A layer is identified by its workload. Its weights and images are random numbers, since times do not depend on them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
 
 
-_PLACES = {algorithm: place for place, algorithm in enumerate(Algorithm)}
+_INDICES = {algorithm: index for index, algorithm in enumerate(Algorithm)}
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A convolution or product, of whichever algorithm (see `Measurable`). `weight`: how often the model calls it."""
+    """A convolution or product, independent of its algorithm (see `Measurable`). `weight`: how often the model calls
+    it."""
 
     workload: LayerWorkload
     far: bool
@@ -66,35 +67,35 @@ class Layer:
     def at(self, far: bool) -> Layer:
         return replace(self, far=far)
 
-    def usual(self, algorithm: Algorithm, machine: Machine) -> KernelChoice:
+    def untuned_choice(self, algorithm: Algorithm, machine: Machine) -> KernelChoice:
         """The kernel of an algorithm in an untuned compilation."""
         if algorithm is not Algorithm.TILES:
             return KernelChoice(algorithm, KERNELS[algorithm].best_blocking(self.workload, machine))
         return KernelChoice(algorithm, next(iter(tiles.tile_choices(self.workload, machine)), None))
 
     def estimated(self, machine: Machine) -> KernelChoice:
-        """The kernel of an untuned compilation without a predictor, whatever its errors."""
+        """The kernel of an untuned compilation without a predictor, without regard to its rounding errors."""
         costs = estimates(self.workload, machine)
-        return self.usual(min(costs, key=costs.__getitem__), machine)
+        return self.untuned_choice(min(costs, key=costs.__getitem__), machine)
 
     def untuned(self, machine: Machine) -> list[KernelChoice]:
         first = plain(self.workload, machine)
         others = [algorithm for algorithm in algorithms_of(self.workload) if algorithm is not first]
-        return [self.usual(algorithm, machine) for algorithm in (first, *others)]
+        return [self.untuned_choice(algorithm, machine) for algorithm in (first, *others)]
 
     def everything(self, machine: Machine) -> list[KernelChoice]:
-        found = [
+        choices = [
             KernelChoice(Algorithm.TILES, blocking)
             for blocking in tiles.tile_choices(self.workload, machine) or (None,)
         ]
         for algorithm in algorithms_of(self.workload):
             if algorithm is not Algorithm.TILES:
                 blockings = dict.fromkeys(KERNELS[algorithm].blockings(self.workload, machine))
-                found += [KernelChoice(algorithm, blocking) for blocking in blockings]
-        return found
+                choices += [KernelChoice(algorithm, blocking) for blocking in blockings]
+        return choices
 
     def numbers(self, choice: KernelChoice) -> dict[str, int]:
-        algorithm = {"algorithm": _PLACES[choice.algorithm]}
+        algorithm = {"algorithm": _INDICES[choice.algorithm]}
         if isinstance(choice.blocking, TileBlocking):
             tile = choice.blocking.tile
             blocked = {"rows": tile.rows, "vectors": tile.columns // tile.lanes, "lanes": tile.lanes}
@@ -116,8 +117,9 @@ class Layer:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows and columns of the image and of the result, channels, groups, terms, extras of the steps, and whether
-        weights come from memory."""
+        """The pixels (or rows) of the image and of the result, the width of the result, channels of both, terms,
+        window, groups, stride, steps, extras as large as the result, whether weights come from memory, and a 0 (see
+        `Block.sizes`)."""
         workload = self.workload
         read, written = math.prod(workload.image[:-1]), math.prod(workload.out[:-1])
         window, groups, stride = 1, 1, 1
@@ -137,24 +139,24 @@ class Layer:
         if choice.algorithm not in algorithms_of(self.workload):
             return False
         if choice.algorithm is Algorithm.TILES:
-            known: Any = tiles.tile_choices(self.workload, machine) or (None,)
+            current: Any = tiles.tile_choices(self.workload, machine) or (None,)
         else:
-            known = _plans(self.workload, choice.algorithm, machine)
+            current = _blockings(self.workload, choice.algorithm, machine)
         try:
-            return choice.blocking in known and key_of(self, choice, machine) == key
-        except BackendError:  # today the layer has no such kernel
+            return choice.blocking in current and key_of(self, choice, machine) == key
+        except BackendError:  # this version has no such kernel for the layer
             return False
 
     def kernel(self, choice: KernelChoice, machine: Machine) -> IRModule:
-        """Tiles with other kernels beside them, which pad and crop, are one function with those."""
+        """The kernel. If tiles need other kernels for padding and cropping, they are one function with these."""
         if choice.algorithm is not Algorithm.TILES:
             return _written(self.workload, choice)
         return _tiled(self.workload, choice, machine)
 
     def arguments(self, choice: KernelChoice, machine: Machine) -> list[Floats] | None:
-        """Results are compared with those of the untuned tiles, which are not compared themselves."""
-        workload, given = self.workload, tiles.random_operands(self.workload)
-        if choice == self.usual(Algorithm.TILES, machine):
+        """The arguments of the kernel. None for the untuned tiles, with whose results all others are compared."""
+        workload, operands = self.workload, tiles.random_operands(self.workload)
+        if choice == self.untuned_choice(Algorithm.TILES, machine):
             return None
         if choice.algorithm is Algorithm.TILES:
             only = tiles.only_kernel(tiles.fused(workload, machine))
@@ -162,17 +164,17 @@ class Layer:
                 None if only is None else tiles.arguments(only, _tiled(workload, choice, machine), workload)
             )
         large = tiles.random_variables(workload)
-        packed = KERNELS[choice.algorithm].packed(given.weights, workload, choice.blocking)
-        extras = [large[f"extra{i}"] if x is None else x for i, x in enumerate(given.extras)]
+        packed = KERNELS[choice.algorithm].packed(operands.weights, workload, choice.blocking)
+        extras = [large[f"extra{i}"] if x is None else x for i, x in enumerate(operands.extras)]
         return [large["image"], packed, *extras]
 
     def expected(self, machine: Machine) -> Floats:
-        """What untuned tiles compute."""
+        """The output of untuned tiles."""
         return run(_scheduled(self.workload, machine), tiles.random_variables(self.workload), machine)
 
 
 @cache
-def _plans(workload: LayerWorkload, algorithm: Algorithm, machine: Machine) -> frozenset[Any]:
+def _blockings(workload: LayerWorkload, algorithm: Algorithm, machine: Machine) -> frozenset[Any]:
     return frozenset(KERNELS[algorithm].blockings(workload, machine))
 
 

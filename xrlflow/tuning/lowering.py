@@ -1,6 +1,6 @@
-"""Graphs of a model become files and libraries with kernels, by TVM, in a process that can be ended.
+"""Compiles graphs of a model to files and libraries with kernels, by TVM, in a process that can be ended.
 
-What is known of kernels decides how they are made: measurements of the store, a predictor, or estimates.
+Kernels are chosen by measurements of the store, by a predictor, or by estimates.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from xrlflow.tuning.store import Store
 
 
 def load_tvm() -> None:
-    """What a process does first that will compile."""
+    """Load TVM in a process that will compile."""
     detect()
 
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """A `Lowering` as another process makes it: without open files, and without what only measuring needs."""
+    """The arguments of a `Lowering`, to make it in another process: without open files, and without what only measuring
+    needs."""
 
     target: ExecutionTarget
     shapes: Mapping[str, Sequence[int]]
@@ -42,7 +43,7 @@ class _Recipe:
     predicts: bool
 
     @contextlib.contextmanager
-    def made(self) -> Iterator[Lowering]:
+    def lowering(self) -> Iterator[Lowering]:
         with Store(self.store) as store:
             predictor = shipped() if self.predicts else None
             yield Lowering(self.target, self.shapes, self.folder, store, None, self.algorithms, predictor)
@@ -51,14 +52,14 @@ class _Recipe:
 def _hybrid_there(
     recipe: _Recipe, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str
 ) -> HybridMetadata:
-    """`Lowering.hybrid` in a process of its own."""
-    with recipe.made() as lowering:
+    """`Lowering.hybrid`, run in a process of its own."""
+    with recipe.lowering() as lowering:
         return HybridMetadata.of(lowering.hybrid(path, sizes, to))
 
 
 def _compiled_there(recipe: _Recipe, path: str, to: str) -> tuple[Interface, tuple[AlgorithmChoice, ...]]:
-    """`Lowering.compiled` in a process of its own."""
-    with recipe.made() as lowering:
+    """`Lowering.compiled`, run in a process of its own."""
+    with recipe.lowering() as lowering:
         model = lowering.backend().compile(path, threads=lowering.threads)
         model.save(to)
         return model.interface, model.chosen
@@ -67,29 +68,30 @@ def _compiled_there(recipe: _Recipe, path: str, to: str) -> tuple[Interface, tup
 def _operators_there(
     recipe: _Recipe, operators: Sequence[Operator], channels_last: bool
 ) -> Sequence[Times | None]:
-    """`Lowering.operator_times` in a process of its own."""
-    with recipe.made() as lowering:
+    """`Lowering.operator_times`, run in a process of its own."""
+    with recipe.lowering() as lowering:
         return lowering.operator_times(operators, channels_last)
 
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What is needed to compile the graphs of a model: input sizes, a folder for libraries, stored measurements of
-    kernels, the options of ONNX Runtime, with which the results are compared, the algorithms that convolutions may use,
-    and the predictor that chooses kernels where nothing is measured (None: estimates choose).
-
-    `child`: the process in which TVM compiles; None: this one, where nothing can end it. The child is ended when the
-    time is over (`deadline`), and what was asked for raises OutOfTime (a BackendError).
-    """
+    """All that is needed to compile the graphs of a model."""
 
     target: ExecutionTarget
     shapes: Mapping[str, Sequence[int]]
+    """Sizes of inputs with open dimensions."""
     folder: str
+    """The folder for libraries."""
     store: Store
+    """Measurements of kernels."""
     session_options: Any = None
+    """The options of ONNX Runtime, with which results are compared."""
     algorithms: Algorithms = DEFAULT
     predictor: Predictor | None = None
+    """Chooses kernels for layers that were not measured; None: estimates choose."""
     child: Child | None = None
+    """The process in which TVM compiles; None: this one, where nothing can end it. When the time of `deadline` is over,
+    the child is ended, and its call raises OutOfTime (a BackendError)."""
 
     @property
     def threads(self) -> int:
@@ -103,18 +105,18 @@ class Lowering:
         )
 
     def backend(self, tuned: bool = True) -> Tvm:
-        """The TVM backend. `tuned`: use the times of kernels that the store has."""
+        """The TVM backend. `tuned`: it uses the times of kernels in the store."""
         timings = self._predicted(self.layer_times) if tuned else self.untuned_times
         return Tvm(self.target.machine, self.shapes or None, replace(self.algorithms, timings=timings))
 
     @property
     def tuned_algorithms(self) -> Algorithms:
-        """The algorithms, with the times that the store has of them, or a predictor."""
+        """The algorithms, with the times of the store, or else a predictor."""
         return replace(self.algorithms, timings=self._predicted(self.layer_times))
 
     @property
     def untuned_times(self) -> Timings | None:
-        """Those of untuned compilations: predictions; None: estimates."""
+        """The times in untuned compilations: predictions; None: estimates."""
         return self._predicted(None)
 
     def _predicted(self, measured: Timings | None) -> Timings | None:
@@ -124,31 +126,32 @@ class Lowering:
 
     @property
     def layer_times(self) -> StoredTimes:
-        """What the store knows of convolutions and blocks of them."""
+        """The times of layers and blocks in the store."""
         return StoredTimes.on(self.store, self.target.machine, self.threads, self.target.device)
 
     def hybrid(self, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str) -> Hybrid:
-        """The model of a file, with generated kernels, saved at `to`. Raises BackendError (see `hybrid`)."""
+        """The model of a file with generated kernels, saved at `to`. Raises BackendError (see `library.hybrid`)."""
         if self.child is not None:
-            told = self.child.call(_hybrid_there, self._recipe, path, sizes, to)
-            return told.loaded(to)
+            metadata = self.child.call(_hybrid_there, self._recipe, path, sizes, to)
+            return metadata.loaded(to)
         import onnx
 
-        made = hybrid(onnx.load(path), sizes, self.target.machine, self.tuned_algorithms)
-        made.save(to)
-        return made
+        model = hybrid(onnx.load(path), sizes, self.target.machine, self.tuned_algorithms)
+        model.save(to)
+        return model
 
     def compiled(self, path: str, to: str) -> TvmModel:
         """The model of a file, compiled and saved at `to`. Raises BackendError (see `Tvm.compile`)."""
         if self.child is not None:
-            made = self.child.call(_compiled_there, self._recipe, path, to)
-            return TvmModel.settled(to, made[0], self.threads, made[1])
+            saved = self.child.call(_compiled_there, self._recipe, path, to)
+            return TvmModel.settled(to, saved[0], self.threads, saved[1])
         model = self.backend().compile(path, threads=self.threads)
         model.settle(to)
         return model
 
     def operator_times(self, operators: Sequence[Operator], channels_last: bool) -> Sequence[Times | None]:
-        """How long kernels of single operators take on this machine. Raises BackendError (see `operator_times`)."""
+        """The times of generated kernels for single operators on this machine. Raises BackendError (see
+        `library.operator_times`)."""
         if self.child is not None:
             return self.child.call(_operators_there, self._recipe, operators, channels_last)
         return operator_times(
@@ -158,7 +161,7 @@ class Lowering:
 
     @property
     def kernels_version(self) -> str:
-        """Changes with the algorithms, and when kernels may have been tuned further."""
+        """A text that changes with the algorithms, and when kernels may have been tuned further."""
         exact = " exact" if self.algorithms.exact else ""
         exact += f" predicted {version_of(self.predictor)}" if self.predictor is not None else ""
         state = self.store.state(self.target.device or cpu_name())

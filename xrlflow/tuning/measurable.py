@@ -1,4 +1,4 @@
-"""What `layer_times` measures: part of a model that can be computed in several ways, with the kernels of each."""
+"""The interface of layers and blocks: parts of a model with several kernels each, to be measured by `layer_times`."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
 
 
-class KernelChoice(Hashable, Protocol):
-    """How something is computed. Ways of one `group` differ in blocking only."""
+class Choice(Hashable, Protocol):
+    """A kernel among those that compute the same. Choices of one `group` differ in blocking only."""
 
     @property
     def group(self) -> Hashable: ...
 
     @property
     def text(self) -> str:
-        """As it is stored: JSON."""
+        """The choice as JSON, as stores have it."""
         ...
 
 
-W = TypeVar("W", bound=KernelChoice)
+W = TypeVar("W", bound=Choice)
 
 
 def workload_key(kind: str, workload: object, far: bool) -> str:
-    """A `Measurable.key`. It does not depend on the name of the form's class: in keys of stores they are all `Form`."""
+    """The key of a layer in stores (see `Measurable`). The name of the workload's class is not part of it: all keys say
+    `Form`."""
     text = json.dumps([f"Form({repr(workload).partition('(')[2]}", far])
     return f"{kind} {hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
 class Measurable(Protocol[W]):
-    """`far`: its weights come from memory. `key`: equal, in every process, for what has equal times. Measurements are
-    stored under it. `work`: multiplications of all calls in the model."""
+    """A part of a model that has several kernels. `far`: its weights come from memory. `key`: a name under which
+    measurements are stored; it is equal, in every process, for parts with equal times. `work`: the multiplications of
+    all calls in the model."""
 
     @property
     def far(self) -> bool: ...
@@ -60,35 +62,36 @@ class Measurable(Protocol[W]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What its times depend on besides the way, as many numbers for all layers."""
+        """The numbers on which its times depend besides the choice, as many for all layers."""
         ...
 
     def needed(self, machine: Machine) -> Sequence[Hashable]:
-        """The groups without which times are not used. A kernel of the first one must have run."""
+        """The groups that must have been measured; otherwise measurements are not used. A kernel of the first one must
+        have run."""
         ...
 
     def at(self, far: bool) -> Measurable[W]:
-        """The same with weights from memory, or not."""
+        """The same part with weights from memory, or not."""
         ...
 
     def untuned(self, machine: Machine) -> Sequence[W]:
-        """The kernels of each group in an untuned compilation."""
+        """The kernel of each group in an untuned compilation."""
         ...
 
     def everything(self, machine: Machine) -> Sequence[W]:
-        """All ways, each once."""
+        """All choices, each once."""
         ...
 
     def numbers(self, choice: W) -> Mapping[str, int]:
-        """A way as numbers, of `space.KNOBS`."""
+        """The knobs of a choice, by their names in `space.KNOBS`."""
         ...
 
     def loops(self, choice: W) -> Sequence[Loop]:
-        """The loops of a way's kernel (see `loops`); none where they are not known."""
+        """The loops of the kernel of a choice (see `kernels.loops`); none if they are not known."""
         ...
 
     def weights(self, choice: W) -> int:
-        """How many weights a way's kernel reads, as it keeps them."""
+        """The number of weights that the kernel of a choice reads, as they are packed."""
         ...
 
     def estimate(self, choice: W, machine: Machine) -> float:
@@ -96,26 +99,26 @@ class Measurable(Protocol[W]):
         ...
 
     def stored(self, text: str) -> W | None:
-        """The way of a record; None if another version of the program wrote something else."""
+        """The choice of a record; None if another version of the program wrote something else."""
         ...
 
     def is_current(self, choice: W, key: str, machine: Machine) -> bool:
-        """Whether a stored way is still one to choose, and its kernel still the one that was measured."""
+        """Whether a stored choice still exists, and its kernel is still the one that was measured."""
         ...
 
     def kernel(self, choice: W, machine: Machine) -> IRModule:
-        """The kernel of a way, in a module of its own. Raises BackendError if it cannot be had alone."""
+        """The kernel of a choice, in a module of its own. Raises BackendError if there is none."""
         ...
 
     def arguments(self, choice: W, machine: Machine) -> Sequence[Floats] | None:
-        """What the kernel of a way reads; None if its results are not compared."""
+        """The arguments of the kernel of a choice; None if its results are not compared."""
         ...
 
     def expected(self, machine: Machine) -> Floats:
-        """What its kernels must compute. Raises BackendError if it cannot run here."""
+        """The expected results of all kernels. Raises BackendError if they cannot be computed here."""
         ...
 
 
 def key_of(subject: Measurable[W], choice: W, machine: Machine) -> str:
-    """A key of the kernel's code."""
+    """A digest of the kernel's code."""
     return module_key(subject.kernel(choice, machine))

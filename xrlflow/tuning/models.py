@@ -1,4 +1,5 @@
-"""Tunes the kernels of one model: its graph and that of a search share one budget, and the fastest is taken."""
+"""Tunes the kernels of one model. Its graph and the graph that a search found share one budget, and the faster is
+used."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from xrlflow.backends.tvm.kernels.algorithms import AlgorithmChoice, Timings
 from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, KernelChoice
 from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.tuning.blocks import Block
-from xrlflow.tuning.layer_times import LayerResult, Seen, block_results, results, together
+from xrlflow.tuning.layer_times import LayerLog, LayerResult, block_results, results, together
 from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.lowering import Lowering
@@ -47,9 +48,9 @@ _WRITTEN = (
 class TunedModel:
     """A model with tuned kernels: the results of tuning, and the fastest compiled model.
 
-    The candidates are the original graph untuned and tuned, and the graph of the search, tuned. `written`: which of
-    them it is. `layers`: what tuning found for the convolutions of its graph. `compared`: the best tuned one against
-    the untuned one, on a remote device.
+    There are up to three compiled models: the original graph, untuned and tuned, and the graph of the search, tuned.
+    `written`: the name of the fastest. `layers`: the results of tuning for the layers of its graph. `compared`: on a
+    remote device, the best tuned model against the untuned one.
     """
 
     tuning: TuningResult
@@ -67,20 +68,20 @@ class TunedModel:
 
 @dataclass(frozen=True, slots=True)
 class TuningPlan:
-    """How kernels are tuned: `trials` in all, `batch` at a time for one kernel, within `time_limit` seconds. `place`:
-    of the workers; None: this machine."""
+    """How kernels are tuned: with `trials` trials in all, `batch` at a time for one kernel, within `time_limit`
+    seconds. `factory`: makes the workers; None: this machine does."""
 
     method: Method
     trials: int
     batch: int
     time_limit: float
     seed: int
-    place: WorkerFactory | None = None
+    factory: WorkerFactory | None = None
 
     def pool(self, threads: int, remote: Remote | None) -> PoolOptions:
-        """How kernels are built and run."""
-        builders = default_threads() if self.place is None else self.place.cores
-        return PoolOptions(builders, threads, COLD_PRIVATE_CACHES, remote=remote, place=self.place)
+        """The options of the pool that builds and runs kernels."""
+        builders = default_threads() if self.factory is None else self.factory.cores
+        return PoolOptions(builders, threads, COLD_PRIVATE_CACHES, remote=remote, factory=self.factory)
 
 
 def tune_model(
@@ -94,56 +95,56 @@ def tune_model(
 ) -> TunedModel:
     """Tune the layers of one or two ONNX files within one budget, and compile them.
 
-    `graphs`: the original's graph, and that of a search. With `feeds`, the original in ONNX Runtime (not on a
-    remote device), the untuned and the tuned models are compared, in less time if the tuning was interrupted or
-    `hurried`. Without `feeds` the result is the original's graph, tuned.
+    `graphs`: the original's graph, and that of a search. With `feeds`, the original in ONNX Runtime (not on a remote
+    device), the untuned and the tuned models are compared, in less time if the tuning was interrupted or `hurried`.
+    Without `feeds` the result is the original's graph, tuned.
 
     Raises BackendError if the original graph cannot be lowered or run, and PoolError if nothing can be measured.
     """
     lowering.target.check_runs()
     predicted = plan.method is Method.ONE_SHOT
-    if predicted:  # what is compared with is not predicted
+    if predicted:  # the untuned model must not be predicted
         lowering = replace(lowering, predictor=None)
-    # First of all, because a graph that cannot be compiled is not worth tuning.
+    # This comes first, because a graph that cannot be compiled is not worth tuning.
     untuned = lowering.backend(tuned=False).compile(graphs[0], threads=lowering.threads)
     fused, remarks = _fused(lowering, graphs)
     layers: list[tuple[LayerResult, ...]]
     if predicted:
-        found, layers = TuningResult((), Stop.TRIALS, 0.0, 0.0, 0.0), [() for _ in fused]
+        tuning, layers = TuningResult((), Stop.TRIALS, 0.0, 0.0, 0.0), [() for _ in fused]
         lowering = replace(lowering, predictor=shipped())
         remarks.append(
             "a predictor chose the kernels of convolutions and products whose times are not stored: none was measured"
         )
     else:
-        found, layers = _tuned(lowering, fused, plan, listener)
+        tuning, layers = _tuned(lowering, fused, plan, listener)
     models = [untuned, *_compiled(lowering, [graph.path for graph in fused], remarks)]
-    made = [
+    saved = [
         (os.path.join(lowering.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)
     ]
-    for path, model in made:
+    for path, model in saved:
         model.settle(path)
     if feeds is None:
         return TunedModel(
-            found, made[1][1], made[1][0], _WRITTEN[1], remarks=tuple(remarks), layers=layers[0]
+            tuning, saved[1][1], saved[1][0], _WRITTEN[1], remarks=tuple(remarks), layers=layers[0]
         )
-    limit = _COMPARING_HURRIED if hurried or found.interrupted else _COMPARING
+    limit = _COMPARING_HURRIED if hurried or tuning.interrupted else _COMPARING
     runtime: float | None = None
     compared: RepeatedComparison | None = None
     if lowering.target.remote is not None:
-        times, best, compared = _fastest_there(lowering.target, made, feeds, limit)
+        times, best, compared = _fastest_there(lowering.target, saved, feeds, limit)
     else:
-        runtime, times, best = _fastest_here(lowering, original, made, feeds, limit)
-    path, model = made[best]
+        runtime, times, best = _fastest_here(lowering, original, saved, feeds, limit)
+    path, model = saved[best]
     untuned_ms, tuned_ms, *rewritten = times
     return TunedModel(
-        found, model, path, _WRITTEN[best], runtime, untuned_ms, tuned_ms, rewritten[0] if rewritten else None,
+        tuning, model, path, _WRITTEN[best], runtime, untuned_ms, tuned_ms, rewritten[0] if rewritten else None,
         compared, tuple(remarks), layers[max(0, best - 1)],
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fused:
-    """A file as a fused module, with its layers, the algorithms that they have, and blocks of convolutions."""
+    """A file as a fused module, with its layers, their algorithms, and its blocks."""
 
     path: str
     module: Any
@@ -153,7 +154,7 @@ class _Fused:
 
     @property
     def choices(self) -> list[tuple[Layer, AlgorithmChoice]]:
-        """Each layer with the algorithm that it has."""
+        """Each layer with its algorithm."""
         return list(zip(self.layers, self.chosen, strict=True))
 
 
@@ -163,28 +164,30 @@ def _tuned(
     plan: TuningPlan,
     listener: Callable[[Progress], None] | None,
 ) -> tuple[TuningResult, list[tuple[LayerResult, ...]]]:
-    """Tune the layers and blocks of graphs: the result, and what became of those of each graph."""
+    """Tune the layers and blocks of graphs. Returns the result, and for each graph the results of its layers and
+    blocks."""
     choices = [choice for graph in graphs for choice in graph.choices]
     untuned = _Untuned(lowering.target.machine, choices, lowering.untuned_times)
     end, again = time.monotonic() + plan.time_limit, list(graphs)
-    found: TuningResult | None = None
+    total: TuningResult | None = None
     with contextlib.ExitStack() as at_end:
         tasks = LayerTasks(_together(again, ()), lowering.target.machine, untuned.choice, lowering.predictor)
         measurer = LayerMeasurer(tasks, plan.pool(lowering.threads, lowering.target.remote), at_end)
-        tried: set[str] = set()
-        # A block that is no longer one kernel leaves its convolutions to others, which may come apart in turn.
-        while found is None or (tasks.layers and not found.interrupted):
-            spent = 0 if found is None else sum(task.trials for task in found.tasks)
+        tuned_keys: set[str] = set()
+        # If a block is faster as separate kernels, its convolutions become layers, or parts of smaller blocks. So new
+        # layers may have to be tuned in further rounds.
+        while total is None or (tasks.layers and not total.interrupted):
+            spent = 0 if total is None else sum(task.trials for task in total.tasks)
             result = tune(
                 tasks.tasks, tasks.maker(plan.method), trials=max(0, plan.trials - spent), batch=plan.batch,
                 time_limit=max(1e-3, end - time.monotonic()), seed=plan.seed, store=lowering.store, pool=measurer,
                 listener=listener, kernels=tasks,
             )  # fmt: skip
-            found = result if found is None else found.joined(result)
-            tried.update(layer.key for layer in tasks.layers)
+            total = result if total is None else total.joined(result)
+            tuned_keys.update(layer.key for layer in tasks.layers)
             again = [_fuse(lowering, graph.path, lowering.tuned_algorithms.timings) for graph in graphs]
             tasks = LayerTasks(
-                _together(again, tried), lowering.target.machine, untuned.choice, lowering.predictor
+                _together(again, tuned_keys), lowering.target.machine, untuned.choice, lowering.predictor
             )
             measurer.layers = tasks
     layers = [
@@ -194,46 +197,47 @@ def _tuned(
         )
         for graph, tuned in zip(graphs, again)
     ]
-    return found, layers
+    return total, layers
 
 
-def _together(graphs: Iterable[_Fused], tried: Collection[str]) -> list[Layer | Block]:
-    """The layers and blocks of graphs, each once, that were not tried before."""
+def _together(graphs: Iterable[_Fused], tuned_keys: Collection[str]) -> list[Layer | Block]:
+    """The layers and blocks of graphs, each once, without those whose keys are in `tuned_keys`."""
     graphs = list(graphs)
-    found: list[Layer | Block] = [
+    layers: list[Layer | Block] = [
         *together(layer for graph in graphs for layer in graph.layers),
         *together(block for graph in graphs for block in graph.blocks),
     ]
-    return [layer for layer in found if layer.key not in tried]
+    return [layer for layer in layers if layer.key not in tuned_keys]
 
 
 class _Untuned:
-    """The ways of layers and blocks in untuned compilations. `choices`: the algorithms of the layers there; those that
-    were part of a block have a plain one. `times`: by which blockings are chosen; None: by estimates."""
+    """The choices of untuned compilations. `choices`: the algorithms of the layers there; layers that were part of a
+    block have a plain one. `times`: the times by which blockings are chosen; None: by estimates."""
 
     def __init__(
         self, machine: Machine, choices: Iterable[tuple[Layer, AlgorithmChoice]], times: Timings | None = None
     ) -> None:
         self._machine, self._times = machine, times
-        self._chosen = {layer.key: Algorithm(chosen.algorithm) for layer, chosen in choices}
+        self._algorithms = {layer.key: Algorithm(chosen.algorithm) for layer, chosen in choices}
 
     def choice(self, layer: Any) -> Any:
         if isinstance(layer, Block):
-            return layer.usual(self._machine)
-        return self.of(layer, self._chosen.get(layer.key, layer.needed(self._machine)[0]))
+            return layer.untuned_choice(self._machine)
+        return self.of(layer, self._algorithms.get(layer.key, layer.needed(self._machine)[0]))
 
     def of(self, layer: Layer, algorithm: Algorithm) -> KernelChoice:
-        """The way of an algorithm for a layer."""
-        known = None if self._times is None else self._times.of(layer.workload, layer.far).get(algorithm)
+        """The kernel of an algorithm for a layer."""
+        timed = None if self._times is None else self._times.of(layer.workload, layer.far).get(algorithm)
         return (
-            layer.usual(algorithm, self._machine)
-            if known is None
-            else KernelChoice(algorithm, known.blocking)
+            layer.untuned_choice(algorithm, self._machine)
+            if timed is None
+            else KernelChoice(algorithm, timed.blocking)
         )
 
 
 def _compiled(lowering: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
-    """Compile files with the results of tuning. If one fails, there is a remark, except for the first."""
+    """Compile files with the results of tuning. If one fails there is a remark; if the first fails, its error is
+    raised."""
     backend = lowering.backend()
     for graph in graphs:
         try:
@@ -247,57 +251,57 @@ def _compiled(lowering: Lowering, graphs: Sequence[str], remarks: list[str]) -> 
 def _fastest_here(
     lowering: Lowering,
     original: str | bytes,
-    made: Sequence[tuple[str, TvmModel]],
+    models: Sequence[tuple[str, TvmModel]],
     feeds: Mapping[str, Any],
     limit: float,
 ) -> tuple[float, list[float], int]:
-    """Milliseconds of the original in ONNX Runtime and of the other models on this machine, and which is the fastest (a
-    tuned one, if several are equal)."""
+    """Milliseconds of the original in ONNX Runtime and of the compiled models on this machine, and the index of the
+    fastest (of a tuned one, if several are equal)."""
     measured = measure(
-        [original, *(path for path, _ in made)], dict(feeds), threads=lowering.threads, time_limit=limit,
+        [original, *(path for path, _ in models)], dict(feeds), threads=lowering.threads, time_limit=limit,
         target_width=0.02, control=False,
     )  # fmt: skip
     runtime, *times = (latency.median_ms for latency in measured.latencies)
-    return runtime, times, min(range(len(made)), key=lambda i: (times[i], -i))
+    return runtime, times, min(range(len(models)), key=lambda i: (times[i], -i))
 
 
 def _fastest_there(
-    target: ExecutionTarget, made: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
+    target: ExecutionTarget, models: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
 ) -> tuple[list[float], int, RepeatedComparison]:
-    """Milliseconds of all models on the remote device, which is the fastest, and the best tuned one against the untuned
-    one. If there are several tuned ones, another session decides."""
-    there = compare_there(target, made, feeds, limit if len(made) == 2 else 0.5 * limit)
+    """Milliseconds of all models on the remote device, the index of the fastest, and the best tuned model compared with
+    the untuned one. If there are two tuned ones, this comparison is a session of its own."""
+    there = compare_there(target, models, feeds, limit if len(models) == 2 else 0.5 * limit)
     times = [latency.median_ms for latency in there.latencies]
-    better = min(range(1, len(made)), key=times.__getitem__)
-    if len(made) > 2:
-        there = compare_there(target, [made[0], made[better]], feeds, limit)
+    better = min(range(1, len(models)), key=times.__getitem__)
+    if len(models) > 2:
+        there = compare_there(target, [models[0], models[better]], feeds, limit)
         times[0], times[better] = (latency.median_ms for latency in there.latencies)
     return times, better if times[better] <= times[0] else 0, repeated(there)
 
 
 def _fused(lowering: Lowering, graphs: Sequence[str]) -> tuple[list[_Fused], list[str]]:
     """ONNX files as fused modules, and remarks. Files that cannot be lowered are left out, except the first."""
-    found: list[_Fused] = []
+    fused: list[_Fused] = []
     remarks: list[str] = []
     for graph in graphs:
         try:
-            found.append(_fuse(lowering, graph, lowering.untuned_times))
+            fused.append(_fuse(lowering, graph, lowering.untuned_times))
         except BackendError as error:
-            if not found:
+            if not fused:
                 raise
             remarks.append(_left_out(error))
-    return found, remarks
+    return fused, remarks
 
 
 def _fuse(lowering: Lowering, path: str, known: Timings | None = None) -> _Fused:
-    """A file as a fused module, with estimates where there are no times. Raises BackendError if it cannot be
-    lowered."""
+    """A file as a fused module. Layers without `known` times are chosen by estimates. Raises BackendError if the file
+    cannot be lowered."""
     import onnx
 
-    seen = Seen(known)
+    log = LayerLog(known)
     module = import_model(onnx.load(path), lowering.shapes or None)
-    module = fuse(module, lowering.target.machine, algorithms=replace(lowering.algorithms, timings=seen))
-    return _Fused(path, module, tuple(seen.layers), chosen_in(module), tuple(seen.blocks))
+    module = fuse(module, lowering.target.machine, algorithms=replace(lowering.algorithms, timings=log))
+    return _Fused(path, module, tuple(log.layers), chosen_in(module), tuple(log.blocks))
 
 
 def _left_out(error: BackendError) -> str:

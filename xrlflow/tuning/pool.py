@@ -1,9 +1,9 @@
-"""Candidates are built and run in processes that may crash without ending the tuning.
+"""Builds and runs candidates in processes that may crash without ending the tuning.
 
-Builders compile, one for each core; one runner measures while nothing is built, on a remote device one for each that
-has its key. All of them are workers that stay for many candidates. When a candidate crashes its worker or exceeds its
-time limit, the fork server (see `worker.py`) forks a new worker while the others go on. On a cluster, each builder and
-runner of a node has a fork server there (see `distant.py`).
+Builders compile, one for each core. One runner measures while nothing is built; with a remote device, there is one
+runner for each device with its key. All of them are workers that are used for many candidates. When a candidate crashes
+its worker or exceeds its time limit, the fork server (see `worker.py`) forks a new worker while the others go on. On a
+cluster, each builder and runner of a node has a fork server there (see `distant.py`).
 
 Nothing outlives a pool. The fork server kills all workers and removes their files when its socket closes: when the pool
 is closed, and when the process that owns the pool is killed.
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from xrlflow.tuning.knobs import Candidate
     from xrlflow.tuning.tasks import Task
 
-# This many candidates of a batch, for each builder, are run before the others are built: a good one is known sooner, at
-# the price of one more wait for the builders.
+# For each builder, this many candidates of a batch are built and run before the others are built: so a good candidate
+# is known sooner, at the price of waiting for the builders once more.
 _FIRST = 2
 
 
@@ -73,22 +73,23 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How a pool works.
-
-    `builders` compile at a time; kernels run with `threads` threads. A candidate may take `build_seconds` to compile
-    and `run_seconds` to measure. A worker is replaced after `uses` candidates, because TVM leaks memory. `remote`:
-    candidates run on the devices of that key, one at a time on each. `place`: where they are built, and run if there is
-    no remote device; None: here.
-    """
+    """The options of a pool."""
 
     builders: int = field(default_factory=default_threads)
+    """The number of candidates that are compiled at a time."""
     threads: int = field(default_factory=default_threads)
+    """The number of threads that kernels run with."""
     timing: Timing = field(default_factory=Timing)
     build_seconds: float = 20.0
+    """The seconds that a candidate may take to compile."""
     run_seconds: float = 10.0
+    """The seconds that a candidate may take to be measured."""
     uses: int = 500
+    """The number of candidates after which a worker is replaced, because TVM leaks memory."""
     remote: Remote | None = None
-    place: WorkerFactory | None = None
+    """Candidates run on the devices with this key, one at a time on each; None: on no remote device."""
+    factory: WorkerFactory | None = None
+    """Makes workers that build candidates, and run them if there is no remote device; None: this machine does."""
 
     def __post_init__(self) -> None:
         if min(self.builders, self.threads, self.uses) < 1:
@@ -119,19 +120,19 @@ class Pool:
     def _crew_of_builders(self) -> JobCrew:
         options = self.options
         work = Work("building", 1, options.uses, options.build_seconds)
-        if options.place is None:
+        if options.factory is None:
             return local_crew(self._server, options.builders, work)
-        return distant_crew(options.place, work, options.builders)
+        return distant_crew(options.factory, work, options.builders)
 
     def _crew_of_runners(self) -> JobCrew:
         options, remote = self.options, self.options.remote
         work = Work("running", options.threads, options.uses, options.run_seconds)
-        if remote is not None:  # the device ends slow runs itself; if it does not, it is gone
+        if remote is not None:  # the device itself ends slow runs; if it does not, it has disappeared
             work = replace(work, seconds=options.run_seconds + 2 * PATIENCE, device=options.device)
             return local_crew(self._server, count_devices(remote), work)
-        if options.place is None:
+        if options.factory is None:
             return local_crew(self._server, 1, work)
-        return distant_crew(options.place, work, options.place.measuring, Kind.MEASURE)
+        return distant_crew(options.factory, work, options.factory.measuring, Kind.MEASURE)
 
     @property
     def threads(self) -> int:
@@ -145,8 +146,9 @@ class Pool:
 
     @property
     def _elsewhere(self) -> bool:
-        """Whether kernels are built or run on another machine, so that libraries must name what they need."""
-        return self.options.remote is not None or self.options.place is not None
+        """Whether kernels are built or run on another machine, so that libraries must name the libraries that they
+        need."""
+        return self.options.remote is not None or self.options.factory is not None
 
     @property
     def flushed(self) -> bool:
@@ -155,68 +157,70 @@ class Pool:
 
     @property
     def building(self) -> float:
-        """The seconds that building has taken so far."""
+        """The seconds of building so far."""
         return self._builders.seconds
 
     @property
     def running(self) -> float:
-        """The seconds that running has taken so far."""
+        """The seconds of running so far."""
         return self._runners.seconds
 
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf
     ) -> Generator[tuple[int, Measurement], None, None]:
-        """The position and outcome of each candidate, as soon as it is known.
+        """The outcomes of candidates with their positions, as they arrive.
 
-        The first few candidates, which are the likeliest if the tuner orders them, are built and run before the others
-        are built. In both parts, those that fail to build come first. Candidates that would start after `until`
+        The first few candidates (the best ones, if the tuner orders them) are built and run before the others are
+        built. In both parts, those that fail to build come first. Candidates that would start after `until`
         (`time.monotonic`) are left out. The generator may be closed at any time.
         """
         few = _FIRST * self.options.builders
         for start, part in ((0, candidates[:few]), (few, candidates[few:])):
             if start and not part:
                 return
-            with contextlib.closing(self._outcomes(task, part, until)) as found:
-                for position, outcome in found:
+            with contextlib.closing(self._outcomes(task, part, until)) as outcomes:
+                for position, outcome in outcomes:
                     yield start + position, outcome
 
     def _outcomes(
         self, task: Task, candidates: Sequence[Candidate], until: float
     ) -> Generator[tuple[int, Measurement], None, None]:
-        """The outcomes of a part: all are built, then run, so that nothing else runs while a kernel is timed."""
+        """The outcomes of a part of the candidates: all are built, then run, so that nothing else runs while a kernel
+        is timed."""
         paths = self._paths(len(candidates))
         try:
             libraries: dict[int, tuple[Argument, ...]] = {}
             builds = self._builds(task, candidates, paths, self._elsewhere)
-            with contextlib.closing(self._builders.work(builds, until)) as answers:
-                for number, answer in answers:
-                    match answer:
+            with contextlib.closing(self._builders.work(builds, until)) as replies:
+                for number, reply in replies:
+                    match reply:
                         case Built(arguments):
                             libraries[number] = arguments
                         case _:
                             self._check_space()
-                            yield number, _failure(answer)
+                            yield number, _failure(reply)
             order = sorted(libraries)
             runs = (self._run(paths[number], libraries[number], self.options.timing) for number in order)
-            for position, answer in self._runners.work(runs, until):
-                match answer:
+            for position, reply in self._runners.work(runs, until):
+                match reply:
                     case Ran(seconds):
                         yield order[position], Measurement(seconds)
                     case _:
-                        yield order[position], _failure(answer)
+                        yield order[position], _failure(reply)
         finally:
             for path in paths:
                 Path(path).unlink(missing_ok=True)
 
     def measure(self, task: Task, candidates: Sequence[Candidate]) -> tuple[Measurement, ...]:
         """The outcomes of all candidates, in their order."""
-        found = dict(self.outcomes(task, candidates))
-        return tuple(found[number] for number in range(len(candidates)))
+        outcomes = dict(self.outcomes(task, candidates))
+        return tuple(outcomes[number] for number in range(len(candidates)))
 
     def evaluate(self, task: Task, candidate: Candidate, inputs: Sequence[Array]) -> tuple[Array, ...]:
-        """What a kernel computes: its parameters after `inputs`, which are zero before the call.
+        """The outputs of a kernel: its parameters after `inputs`, which are zero before the call.
 
-        Raises BackendError if it does not build or run, does not take the inputs, or if the pool has a remote device.
+        Raises BackendError if it does not build or run, if it does not accept the inputs, or if the pool has a remote
+        device.
         """
         with self.built(task.target, [candidate.mod]) as (kernel,):
             if kernel is None:
@@ -229,26 +233,27 @@ class Pool:
     def built(
         self, target: Target, modules: Sequence[IRModule], until: float = math.inf
     ) -> Iterator[list[Kernel | Measurement | None]]:
-        """Modules of one function each, as kernels that can be called and timed while the context lasts; a measurement
-        says why one does not build. None: it would have begun after `until` (`time.monotonic`)."""
+        """Build modules of one function each, as kernels that can be called and timed inside the context. For a module
+        that does not build, there is a measurement with the error; for one that would have begun after `until`
+        (`time.monotonic`), None."""
         paths = self._paths(len(modules))
-        found: list[Kernel | Measurement | None] = [None] * len(modules)
+        kernels: list[Kernel | Measurement | None] = [None] * len(modules)
         try:
             builds = self._builds_of(target, modules, paths, self._elsewhere)
-            with contextlib.closing(self._builders.work(builds, until)) as answers:
-                for number, answer in answers:
-                    if isinstance(answer, Built):
-                        found[number] = Kernel(paths[number], answer.arguments)
+            with contextlib.closing(self._builders.work(builds, until)) as replies:
+                for number, reply in replies:
+                    if isinstance(reply, Built):
+                        kernels[number] = Kernel(paths[number], reply.arguments)
                     else:
                         self._check_space()
-                        found[number] = _failure(answer)
-            yield found
+                        kernels[number] = _failure(reply)
+            yield kernels
         finally:
             for path in paths:
                 Path(path).unlink(missing_ok=True)
 
     def called(self, kernel: Kernel, inputs: Sequence[Array]) -> tuple[Array, ...]:
-        """What a kernel computes, like `evaluate`."""
+        """The outputs of a kernel. See `evaluate`."""
         if self.options.remote is not None:
             raise BackendError(f"kernels for {self.options.remote} are not evaluated here")
         call = Evaluate(kernel.path, kernel.arguments, tuple(inputs))
@@ -259,23 +264,23 @@ class Pool:
         raise PoolError("the pool is closed")
 
     def timed(self, kernel: Kernel, timing: Timing) -> Measurement:
-        """How long a kernel takes."""
-        for _, answer in self._runners.work(iter([self._run(kernel.path, kernel.arguments, timing)])):
-            return Measurement(answer.seconds) if isinstance(answer, Ran) else _failure(answer)
+        """The times of a kernel."""
+        for _, reply in self._runners.work(iter([self._run(kernel.path, kernel.arguments, timing)])):
+            return Measurement(reply.seconds) if isinstance(reply, Ran) else _failure(reply)
         raise PoolError("the pool is closed")
 
     def in_turns(self, kernels: Sequence[Kernel], timing: Timing) -> list[tuple[float, ...]] | Measurement:
-        """For each round, the seconds of one call of each kernel; a measurement says why there are none. Raises
+        """For each round, the seconds of one call of each kernel; a measurement with the error if it fails. Raises
         BackendError if the pool has a remote device."""
         if self.options.remote is not None:
             raise BackendError(f"kernels are not timed in turns on {self.options.remote}")
         job = Turns(tuple((kernel.path, kernel.arguments) for kernel in kernels), timing)
-        for _, answer in self._runners.work(iter([job])):
-            return list(answer.seconds) if isinstance(answer, RanInTurns) else _failure(answer)
+        for _, reply in self._runners.work(iter([job])):
+            return list(reply.seconds) if isinstance(reply, RanInTurns) else _failure(reply)
         raise PoolError("the pool is closed")
 
     def settle(self) -> None:
-        """Wait until TVM is loaded, before something else is timed."""
+        """Wait until TVM is loaded in all workers, before something else is timed."""
         self._builders.settle()
         self._runners.settle()
 
@@ -305,7 +310,7 @@ class Pool:
         return RunThere(path, arguments, timing, remote, seconds, threads, PATIENCE)
 
     def _check_space(self) -> None:
-        """Raise PoolError if the disk is full: then a failure to build is not the candidate's fault."""
+        """Raise PoolError if the disk is full: then it is not the candidate's fault that it cannot be built."""
         folder = self._server.folder
         if shutil.disk_usage(folder).free < _SPACE:
             raise PoolError(f"{folder}: no space is left for kernels: make some, or set TMPDIR")
@@ -326,5 +331,5 @@ class Pool:
         return (Build(save(mod), text, path, elsewhere) for mod, path in zip(modules, paths, strict=True))
 
 
-def _failure(answer: Answer) -> Measurement:
-    return Measurement(error=answer.error if isinstance(answer, Failed) else f"unexpected answer {answer!r}")
+def _failure(reply: Answer) -> Measurement:
+    return Measurement(error=reply.error if isinstance(reply, Failed) else f"unexpected answer {reply!r}")

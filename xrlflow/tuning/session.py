@@ -1,4 +1,5 @@
-"""Tuning: trials are divided among tasks; candidates are proposed, measured and stored, until a limit is reached."""
+"""A tuning session: trials are divided among tasks; candidates are proposed, measured and stored, until a limit is
+reached."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ from xrlflow.tuning.tuners.protocol import Measurement, Tuner
 if TYPE_CHECKING:
     from types import TracebackType
 
-# The leading kernels of a task: at most this many, no slower than the first by this factor.
+# The leading kernels of a task are at most this many, and slower than the first by at most this factor.
 _LEADERS, _NEAR = 3, 1.05
 # They are measured again in at most this many rounds; in later sessions only if these have measured something new.
 _ROUNDS = 8
-# Measuring them again takes at most this part of the time limit, and this many seconds per task.
+# Measuring them again takes at most this part of the time limit, and at most this many seconds per task.
 _AGAIN, _AGAIN_SECONDS = 0.2, 4.0
 
 MakeTuner: TypeAlias = Callable[[Task, int], Tuner]
-"""Makes a tuner for a task, with a seed. Raises KnobError if the task has no schedules to choose from."""
+"""A function that makes a tuner for a task, with a seed. It raises KnobError if the task has nothing to choose from."""
 
 
 Outcomes: TypeAlias = Generator[tuple[int, Measurement], None, None]
@@ -57,19 +58,20 @@ class Measurer(Protocol):
         ...
 
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float) -> Outcomes:
-        """The outcomes, as soon as they are known. Candidates that would start after `until` are left out."""
+        """The outcomes of candidates with their positions, as they arrive. Candidates that would start after `until`
+        are left out."""
         ...
 
 
 class Kernels(Protocol):
-    """Kernels that a session measures again."""
+    """The kernels that a session measures again."""
 
-    def usual(self, task: Task) -> Candidate | None:
+    def untuned_candidate(self, task: Task) -> Candidate | None:
         """The kernel of an untuned compilation; None if it cannot be measured alone."""
         ...
 
     def recorded(self, task: Task, record: Record) -> Candidate | None:
-        """The kernel of a record; None if the task has no such kernel today."""
+        """The kernel of a record; None if the task has no such kernel in this version."""
         ...
 
 
@@ -84,7 +86,7 @@ class Stop(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A task's best time in seconds after `trials` of it, `elapsed` seconds into the session."""
+    """A task's best time in seconds after `trials` of its trials, `elapsed` seconds into the session."""
 
     trials: int
     elapsed: float
@@ -93,20 +95,21 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """What is known about a task at the end.
-
-    `best` may be from an earlier session. Of the `trials`, `measured` were measured in this session, and `failed` of
-    these have no time; the others were known. `curve`: the best time after each batch, before measuring again. `error`:
-    why the task could not be tuned, if it could not.
-    """
+    """The result of a session for one task."""
 
     task: Task
     best: Record | None
+    """The best kernel, which may be from an earlier session."""
     trials: int
+    """All trials. Those of earlier sessions, which are not repeated, count as well."""
     measured: int
+    """The trials that were measured in this session."""
     failed: int
+    """The measured trials without a time."""
     curve: tuple[Point, ...]
+    """The best time after each batch, before leaders are measured again."""
     error: str | None
+    """Why the task could not be tuned; None if it could."""
 
     @property
     def seconds(self) -> float:
@@ -134,7 +137,7 @@ class TuningResult:
         return sum(result.measured for result in self.tasks)
 
     def joined(self, later: TuningResult) -> TuningResult:
-        """This one and a session with other tasks after it."""
+        """The result of this session and of a later one with other tasks."""
         return TuningResult(
             (*self.tasks, *later.tasks), later.stop, self.seconds + later.seconds,
             self.proposing + later.proposing, self.measuring + later.measuring,
@@ -171,16 +174,17 @@ def tune(
     listener: Listener | None = None,
     kernels: Kernels | None = None,
 ) -> TuningResult:
-    """Tune the kernels of `tasks` with `trials` trials in all, `batch` at a time for one task (see Allocation).
+    """Tune the kernels of `tasks` with `trials` trials in all, `batch` at a time for one task (see `Allocation`).
 
     Every outcome is stored at once (default: in the user's store). Trials that the store already has for the same
-    setting are not repeated: they count as spent, in their old order. So a session that was killed or interrupted
-    (Ctrl-C: what is known is returned) continues where it was, and a second one with the same trials measures nothing.
-    A tuner only learns about its own candidates, and repeats its steps with the same seed.
+    setting are not repeated: they count as trials, in their old order. So a session that was killed or interrupted
+    (after Ctrl-C, the results so far are returned) continues where it was, and a second session with the same trials
+    measures nothing. A tuner only learns about its own candidates, and repeats its steps with the same seed.
 
-    `kernels`: with these, the leading kernels are measured again at the end, together with the untuned one. This is in
-    addition to the trials, but within the time limit: the least of many noisy times belongs to the luckiest kernel, not
-    to the fastest. What was measured often enough is not measured again. Without trials, nothing is measured.
+    `kernels`: if given, the leading kernels are measured again at the end, together with the untuned one. Without this,
+    the kernel with the least time would be one whose noise was low by chance. It is in addition to the trials, but
+    within the time limit. A kernel that was measured often enough is not measured again. With 0 trials, nothing is
+    measured.
 
     `time_limit`, in seconds, may be exceeded by one candidate or one proposal. Raises ValueError for invalid limits,
     and PoolError if nothing can be measured.
@@ -190,18 +194,18 @@ def tune(
     if len({task.key for task in tasks}) != len(tasks):
         raise ValueError("a task is given twice: merge them and add their weights")
     with contextlib.ExitStack() as stack:
-        kept = store if store is not None else stack.enter_context(Store())
+        open_store = store if store is not None else stack.enter_context(Store())
         measurer = stack.enter_context(_Measuring(pool))
-        limits, choices = _Limits(trials, batch, time_limit), _Ways(make, seed, kernels, listener)
-        return _Session(tasks, limits, choices, kept, measurer).run()
+        limits, settings = _Limits(trials, batch, time_limit), _Settings(make, seed, kernels, listener)
+        return _Session(tasks, limits, settings, open_store, measurer).run()
 
 
 class _Measuring:
     """The given measurer, or a new pool, which starts when there is something to measure."""
 
-    def __init__(self, given: Measurer | PoolOptions | None) -> None:
-        self._options = given if isinstance(given, PoolOptions) else PoolOptions()
-        self._measurer: Measurer | None = None if isinstance(given, PoolOptions) else given
+    def __init__(self, pool: Measurer | PoolOptions | None) -> None:
+        self._options = pool if isinstance(pool, PoolOptions) else PoolOptions()
+        self._measurer: Measurer | None = None if isinstance(pool, PoolOptions) else pool
         self._own: Pool | None = None
 
     @property
@@ -233,24 +237,28 @@ class _Measuring:
 
 @dataclass(slots=True)
 class _State:
-    """A task in a session. `paid`: outcomes of earlier sessions that have not been counted yet. `known`: those and the
-    new ones, by candidate. `ahead`: candidates proposed, but not yet measured. `seen`: all that were ever proposed."""
+    """A task in a session."""
 
     task: Task
     setting: Setting
-    paid: deque[Measurement]
+    stored: deque[Measurement]
+    """Outcomes of earlier sessions that have not been counted as trials yet."""
     known: dict[str, Measurement]
+    """Outcomes of earlier sessions and of this one, by candidate."""
     tuner: Tuner | None = None
     ahead: deque[Candidate] = field(default_factory=deque)
-    seen: set[str] = field(default_factory=set)
+    """Candidates that were proposed, but not measured yet."""
+    proposed: set[str] = field(default_factory=set)
+    """The keys of all candidates that were ever proposed."""
     best: float = math.inf
     trials: int = 0
     measured: int = 0
     failed: int = 0
     curve: list[Point] = field(default_factory=list)
     error: str | None = None
-    usual: Candidate | None = None
+    untuned: Candidate | None = None
     rounds: int = 0
+    """How often the leaders were measured again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +271,9 @@ class _Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ways:
-    """The settings of a session: its tuners and seed, what is measured again, and the listener."""
+class _Settings:
+    """The settings of a session: the function that makes tuners, their seed, the kernels to measure again, and the
+    listener."""
 
     maker: MakeTuner
     seed: int
@@ -274,15 +283,15 @@ class _Ways:
 
 class _Session:
     def __init__(
-        self, tasks: Sequence[Task], limits: _Limits, choices: _Ways, store: Store, measurer: Measurer
+        self, tasks: Sequence[Task], limits: _Limits, settings: _Settings, store: Store, measurer: Measurer
     ) -> None:
-        self._ways, self._store, self._measurer = choices, store, measurer
+        self._settings, self._store, self._measurer = settings, store, measurer
         self._budget, self._batch = limits.trials, limits.batch
         self._start = time.monotonic()
         self._end = self._start + limits.seconds
-        # Part of the time is reserved for measuring again.
+        # Part of the time is reserved for measuring leaders again.
         again = min(_AGAIN * limits.seconds, _AGAIN_SECONDS * len(tasks))
-        self._again = again if choices.kernels is not None else 0.0
+        self._again = again if settings.kernels is not None else 0.0
         self._until = self._end - self._again
         self._spent = 0
         self._proposing = self._measuring = 0.0
@@ -320,8 +329,9 @@ class _Session:
         return Stop.TRIALS
 
     def _confirm(self) -> None:
-        """Measure the leading kernels of each task again, and the untuned one, until it has been often enough."""
-        kernels = self._ways.kernels
+        """Measure the leading kernels of each task again, together with the untuned one, until all were measured often
+        enough."""
+        kernels = self._settings.kernels
         if kernels is None or self._budget == 0:  # without trials nothing is to be measured
             return
         for state in sorted(self._states, key=lambda state: -state.task.weight * state.best):
@@ -333,24 +343,25 @@ class _Session:
                 self._measure_again(state, again)
 
     def _unsettled(self, state: _State, kernels: Kernels) -> list[Candidate]:
-        """The leading kernels that were measured too seldom, with the other leading ones; empty if there are none."""
+        """The leading kernels of a task and the untuned one, if some of them were measured too seldom; otherwise
+        none."""
         best = self._store.best(state.task.key, _LEADERS, state.setting)
         medians = [record.outcome.median for record in best]
         leading = [record for record, median in zip(best, medians) if median <= _NEAR * medians[0]]
         if not leading:
             return []
-        known = Counter(record.candidate for record in self._store.known(state.task.key, state.setting))
-        if state.usual is None:
-            state.usual = kernels.usual(state.task)
-        if state.usual is None:
+        counts = Counter(record.candidate for record in self._store.known(state.task.key, state.setting))
+        if state.untuned is None:
+            state.untuned = kernels.untuned_candidate(state.task)
+        if state.untuned is None:
             return []
-        others = [record for record in leading if record.candidate != state.usual.key]
-        often = all(known[key] >= CONFIRMED for key in (state.usual.key, *(r.candidate for r in others)))
-        done = state.rounds if state.measured else known[state.usual.key]
-        if not others or often or done >= _ROUNDS:
+        others = [record for record in leading if record.candidate != state.untuned.key]
+        often = all(counts[key] >= CONFIRMED for key in (state.untuned.key, *(r.candidate for r in others)))
+        rounds = state.rounds if state.measured else counts[state.untuned.key]
+        if not others or often or rounds >= _ROUNDS:
             return []
         state.rounds += 1
-        return [state.usual, *filter(None, (kernels.recorded(state.task, record) for record in others))]
+        return [state.untuned, *filter(None, (kernels.recorded(state.task, record) for record in others))]
 
     def _measure_again(self, state: _State, candidates: Sequence[Candidate]) -> None:
         start = time.monotonic()
@@ -365,57 +376,57 @@ class _Session:
             self._measuring += time.monotonic() - start
 
     def _turn(self, state: _State, count: int) -> bool:
-        """Spend `count` trials on a task. True if it has more to try."""
-        paid = min(count, len(state.paid))
-        for _ in range(paid):
-            self._spend(state, state.paid.popleft())
-        if paid:
+        """Spend `count` trials on a task. Returns whether it has candidates left."""
+        stored = min(count, len(state.stored))
+        for _ in range(stored):
+            self._spend(state, state.stored.popleft())
+        if stored:
             self._tell(state, None)
-        count -= paid
+        count -= stored
         while count > 0 and not self._over():
             candidates = self._candidates(state, count)
             if not candidates:
                 return False
-            found = self._measured(state, [c for c in candidates if c.key not in state.known])
-            count -= len(found)
-            state.known |= found
-            told = [(c, state.known[c.key]) for c in candidates if c.key in state.known]
-            if state.tuner is not None and told:
+            outcomes = self._measured(state, [c for c in candidates if c.key not in state.known])
+            count -= len(outcomes)
+            state.known |= outcomes
+            measured = [(c, state.known[c.key]) for c in candidates if c.key in state.known]
+            if state.tuner is not None and measured:
                 with self._clock_proposing():
-                    state.tuner.update(told)
+                    state.tuner.update(measured)
         return True
 
     def _candidates(self, state: _State, count: int) -> list[Candidate]:
-        """The tuner's next candidates: at most `count` that have to be measured, and known ones before them. Its other
-        proposals wait for the task's next turn."""
+        """The tuner's next candidates: at most `count` that have to be measured, and before them those whose outcomes
+        are known. Its other proposals wait for the task's next turn."""
         if not state.ahead:
             with self._clock_proposing():
                 state.ahead.extend(self._proposed(state))
-        chosen: list[Candidate] = []
+        candidates: list[Candidate] = []
         while state.ahead and (count > 0 or state.ahead[0].key in state.known):
             count -= state.ahead[0].key not in state.known
-            chosen.append(state.ahead.popleft())
-        return chosen
+            candidates.append(state.ahead.popleft())
+        return candidates
 
     def _proposed(self, state: _State) -> list[Candidate]:
         if state.tuner is None:
             try:
-                state.tuner = self._ways.maker(state.task, _seed(self._ways.seed, state.task))
+                state.tuner = self._settings.maker(state.task, _seed(self._settings.seed, state.task))
             except KnobError as error:
                 state.error = str(error)
                 return []
         fresh: list[Candidate] = []
         for candidate in state.tuner.propose(self._batch):
-            if candidate.key not in state.seen:
-                state.seen.add(candidate.key)
+            if candidate.key not in state.proposed:
+                state.proposed.add(candidate.key)
                 fresh.append(candidate)
         return fresh
 
     def _measured(self, state: _State, candidates: Sequence[Candidate]) -> dict[str, Measurement]:
         """The outcomes of candidates by their keys. They are stored as they arrive."""
-        found: dict[str, Measurement] = {}
+        results: dict[str, Measurement] = {}
         if not candidates:
-            return found
+            return results
         start = time.monotonic()
         outcomes = self._measurer.outcomes(state.task, candidates, until=self._until)
         try:
@@ -423,14 +434,14 @@ class _Session:
                 for position, outcome in outcomes:
                     candidate = candidates[position]
                     self._store.put(Record.of(state.task, state.setting, candidate, outcome))
-                    found[candidate.key] = outcome
+                    results[candidate.key] = outcome
                     state.measured += 1
                     state.failed += outcome.error is not None
                     self._spend(state, outcome)
                     self._tell(state, outcome)
         finally:
             self._measuring += time.monotonic() - start
-        return found
+        return results
 
     def _spend(self, state: _State, outcome: Measurement) -> None:
         state.trials += 1
@@ -438,8 +449,8 @@ class _Session:
         state.best = min(state.best, outcome.median)
 
     def _tell(self, state: _State, outcome: Measurement | None) -> None:
-        if self._ways.listener is not None:
-            self._ways.listener(
+        if self._settings.listener is not None:
+            self._settings.listener(
                 Progress(
                     task=state.task,
                     outcome=outcome,

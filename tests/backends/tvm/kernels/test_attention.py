@@ -19,7 +19,7 @@ from xrlflow.backends.tvm.kernels.attention import Array, Attention, best_blocki
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.executable import schedule_all
 from xrlflow.backends.tvm.lowering.importer import import_model
-from xrlflow.tuning.layer_times import Seen
+from xrlflow.tuning.layer_times import LayerLog
 
 pytestmark = pytest.mark.measures
 
@@ -258,7 +258,7 @@ def test_layers_that_are_alike_share_a_kernel_that_nobody_tunes() -> None:
     )
     (kernel,) = kernels(text)
     assert "attention" in kernel
-    seen = Seen()
+    seen = LayerLog()
     fuse(import_model(network(text)), detect(), algorithms=Algorithms(timings=seen))
     assert seen.layers == []
 

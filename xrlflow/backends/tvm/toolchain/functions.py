@@ -1,11 +1,12 @@
 """Elementary functions in the arithmetic of a vector unit.
 
 LLVM compiles `exp`, `tanh` and `erf` of a vector to one call of the C library for each lane: 400,000 sigmoids in an
-activation of EfficientNet take milliseconds. These are the usual polynomial and rational approximations in single
-precision: exp within 1 unit in the last place, sigmoid 2, tanh and erf 5 (see the tests), infinities and NaN as in IEEE
-754. (Powers: see `powers`.) Coefficients: Cephes (Moshier) for exp, Eigen's rational approximations for tanh and erf.
+activation of EfficientNet take milliseconds. This module has the usual polynomial and rational approximations in single
+precision: exp is exact within 1 unit in the last place, sigmoid within 2, tanh and erf within 5 (see the tests);
+infinities and NaN are as in IEEE 754. (Powers: see `powers`.) The coefficients are those of Cephes (Moshier) for exp,
+and Eigen's for tanh and erf.
 
-Half precision is computed in single precision. Double precision, and other functions, are those of the C library.
+Half precision is computed in single precision. Double precision, and other functions, are left to the C library.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _LOG2_E = 1.44269504088896341
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _EXP_MINUS = tuple(c if i % 2 else -c for i, c in enumerate(_EXP))
-# Above and below these, the result is infinite or zero without further code.
+# Beyond these limits, the result is infinite or zero without further code.
 _EXP_HIGHEST, _EXP_LOWEST = 89.0, -105.0
 _ROUNDING = 1.5 * 2**23 + 254
-# Of one factor, whose exponent reaches from that of zero to that of infinity.
+# For a single factor, whose exponent ranges from that of zero to that of infinity.
 _SHORT_ROUNDING, _SIGMOID_HIGHEST = 1.5 * 2**23 + 127, 88.0
 _TANH_LIMIT = 7.90531110763549805
 _TANH_ABOVE = (
@@ -58,17 +59,17 @@ FROM_C = ("sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh")
 
 
 def register() -> None:
-    """Make TVM compute these functions so on processors, once per process."""
+    """Make TVM compute functions as this module does on processors, once per process."""
     from tvm import tirx
 
-    own = {"exp": _exp, "tanh": _tanh, "erf": _erf, "sigmoid": _sigmoid}
-    for name in (*own, *FROM_C):
-        lower = _lowering(name, own.get(name))
+    written = {"exp": _exp, "tanh": _tanh, "erf": _erf, "sigmoid": _sigmoid}
+    for name in (*written, *FROM_C):
+        lower = _lowering(name, written.get(name))
         tirx.register_intrin_lowering(f"tirx.{name}", target="llvm", f=lower, level=99)
 
 
 def _lowering(name: str, single: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    """How a call of a function is lowered. `single`: its code in single precision; None: the C library has it."""
+    """The function that lowers a call. `single`: its code in single precision; None: the C library computes it."""
     from tvm import tirx
 
     def lower(call: Any) -> Any:
@@ -97,13 +98,14 @@ def kind_of(x: Any) -> str:
 
 
 def like(x: Any, kind: str) -> str:
-    """The type of a vector of as many elements of another type."""
+    """The type of a vector with as many elements as `x`, of type `kind`."""
     _, by, lanes = str(x.ty.dtype).partition("x")
     return kind + by + lanes
 
 
 def _each(name: str, x: Any) -> Any:
-    """A function of the C library, of each element: called with a vector, it would compute the first one only."""
+    """A function of the C library, called for each element: called with a vector, it would compute the first one
+    only."""
     from tvm import tirx
 
     lanes = int(like(x, "").removeprefix("x") or 1)
@@ -111,17 +113,17 @@ def _each(name: str, x: Any) -> Any:
         return tirx.call_pure_extern(x.ty.dtype, name, x)
 
     def computed(vector: Any) -> Any:
-        places = [tirx.IntImm("int32", lane) for lane in range(lanes)]
-        parts = [tirx.Shuffle([vector], [place]) for place in places]
-        return tirx.Shuffle([tirx.call_pure_extern(kind_of(x), name, part) for part in parts], places)
+        indices = [tirx.IntImm("int32", lane) for lane in range(lanes)]
+        parts = [tirx.Shuffle([vector], [index]) for index in indices]
+        return tirx.Shuffle([tirx.call_pure_extern(kind_of(x), name, part) for part in parts], indices)
 
     return bound(x, computed)
 
 
 def bound(value: Any, body: Callable[[Any], Any]) -> Any:
-    """`body` of a variable that holds `value`, so that it is computed once; of a constant itself.
+    """`body` of a variable that holds `value`, so that the value is computed once; of a constant itself.
 
-    TVM's simplification puts constants in the place of their variables, and fails where it sees such a one twice.
+    (TVM's simplification replaces such a variable by its constant, and fails if it sees the variable twice.)
     """
     from tvm import tirx
 
@@ -141,18 +143,18 @@ def horner(x: Any, coefficients: Sequence[float]) -> Any:
 
 
 def clamped(x: Any, low: float, high: float) -> Any:
-    """x limited to [low, high]. NaN stays: max(a, b) is `a > b ? a : b` and min(a, b) `a < b ? a : b`, which keep b."""
+    """x limited to [low, high]. NaN remains: max(a, b) is `a > b ? a : b` and min(a, b) is `a < b ? a : b`, so NaN as b
+    is returned."""
     from tvm import tirx
 
     return tirx.Min(tirx.const(high, x.ty.dtype), tirx.Max(tirx.const(low, x.ty.dtype), x))
 
 
 def _exp(x: Any) -> Any:
-    """exp(x) = 2^n exp(r), where r = x - n ln 2 is at most half of ln 2. The power has two factors, since n reaches
-    128.
+    """exp(x) = 2^n exp(r), where r = x - n ln 2 is at most half of ln 2. The power has two factors, since n can be 128.
 
     Adding x / ln 2 to a number whose last place is worth 1 rounds it to n. The last bits of the sum are n + 254: the
-    exponents of both factors together.
+    sum of the exponents of both factors.
     """
     from tvm import tirx
 
@@ -205,7 +207,7 @@ def _erf(x: Any) -> Any:
 
 
 def _sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x)). The power of `_exp` needs one factor: beyond its range the result is 0 or 1."""
+    """1 / (1 + exp(-x)). The power of 2 needs one factor only: beyond its range the result is 0 or 1."""
     from tvm import tirx
 
     one = tirx.const(1.0, x.ty.dtype)

@@ -1,7 +1,7 @@
 """Gathers without a warning.
 
-TVM writes a line to standard error for each `take` that it makes loops for: that nobody looks for indices outside the
-table. `lowering.bounds` does that, for all indices of a model. The loops here are the same.
+For each `take` that it lowers, TVM writes a line to standard error, which says that indices are not checked.
+`lowering.bounds` checks all indices of a model. The loops of this module are the same as TVM's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Make the loops of `take` here, also where constants are folded."""
+    """Lower `take` as this module does, also when constants are folded."""
     from tvm.ir import Op, register_op_attr
 
     theirs = Op.get("relax.take").get_attr("FLegalize")

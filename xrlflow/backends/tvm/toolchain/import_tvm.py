@@ -14,14 +14,14 @@ from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.toolchain import functions, gathers, powers, stack, unaligned
 
 # Tensor intrinsics of other targets. MetaSchedule imports them all, and parsing their scripts takes 25 s in every fresh
-# process. They are replaced by empty modules.
+# process. Empty modules replace them.
 _FOREIGN = ("cuda", "arm_cpu", "hexagon", "metal", "riscv_cpu", "rocm")
 # TVM's threads spin while they wait for the next kernel, by default so long (300,000 turns) that they disturb other
 # programs. Kernels of one model are microseconds apart: 200 turns suffice, while 0 made MobileNetV2 1.5 times slower.
 _SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "200")
 # TVM pins each of its threads to a CPU, but not the calling thread, which then often shares a CPU with one of them.
 _BINDING = ("TVM_BIND_THREADS", "0")
-# By default TVM's pool has half as many threads as there are CPUs. Models use fewer if they are told to.
+# By default TVM's pool has half as many threads as there are CPUs. This is the upper limit: models may use fewer.
 _THREADS = "TVM_NUM_THREADS"
 
 
@@ -31,17 +31,17 @@ _loaded: Any = None
 def tvm() -> Any:
     """The `tvm` package, with `tvm.relax`, `tvm.s_tir.meta_schedule` and the ONNX importer loaded.
 
-    Raises BackendError if TVM is not installed, or in a version that does not work.
+    Raises BackendError if TVM is not installed, or if its version does not work.
     """
-    global _loaded  # not a cache that may be cleared: TVM takes what is registered below only once
+    global _loaded  # no cache, which could be cleared: TVM accepts the registrations of `_load` only once
     if _loaded is None:
         _loaded = _load()
     return _loaded
 
 
 def from_json(text: str) -> Any:
-    """What `tvm.ir.save_json` of this version wrote. TVM's own `load_json` first looks for what older versions wrote,
-    which takes as long as compiling does."""
+    """The object that `tvm.ir.save_json` of this version wrote. (TVM's own `load_json` first searches the text for what
+    older versions wrote, which takes as long as compiling.)"""
     tvm()
     from tvm_ffi.serialization import from_json_graph_str
 
@@ -74,10 +74,10 @@ def _load() -> Any:
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """What is imported in here finds no torch, unless it is loaded already. Afterwards torch can be imported.
+    """Inside the block, an import does not find torch, unless it is loaded already. Afterwards torch can be imported.
 
-    TVM imports torch if it can, to exchange tensors with it, which nothing here does. Torch is more than half of what
-    loading TVM takes, and every process that builds or runs kernels loads TVM.
+    TVM imports torch if it can, to exchange tensors with it, which xrlflow does not do. Torch takes more than half of
+    the time to load TVM, and every process that builds or runs kernels loads TVM.
     """
     if "torch" in sys.modules:
         yield
@@ -90,6 +90,6 @@ def _without_torch() -> Iterator[None]:
 
 
 def last_line(error: BaseException) -> str:
-    """The message of a TVM error, which comes after a stack trace."""
+    """The message of a TVM error, which follows a stack trace."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return one_line(lines[-1] if lines else type(error).__name__)

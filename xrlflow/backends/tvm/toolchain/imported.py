@@ -10,7 +10,8 @@ from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A node while it is imported with TVM's builder. `title`: how messages name it. `results`: how many it has."""
+    """A node while it is imported with TVM's builder. `title`: its name in messages. `results`: how many results it
+    has."""
 
     builder: Any
     title: str
@@ -26,7 +27,7 @@ class Imported:
         return self.inputs[index] if index < len(self.inputs) else None
 
     def emit(self, expression: Any) -> Any:
-        """An expression, with its type."""
+        """The expression with its type inferred."""
         return self.builder.normalize(expression)
 
     def refused(self, reason: str) -> BackendError:

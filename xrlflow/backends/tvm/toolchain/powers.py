@@ -1,10 +1,10 @@
 """x to the power y, in the arithmetic of a vector unit.
 
 LLVM compiles a power to one call of the C library for each lane. Here 2^(y log2 |x|) is computed in double precision,
-and rounded once: within 1 unit in the last place, with signs, zeros, infinities and NaN as in C (see the tests). An
-exponent that is a small whole number becomes a product, 0.5 a square root.
+and rounded once: it is exact within 1 unit in the last place, with signs, zeros, infinities and NaN as in C (see the
+tests). A power with a small integer as its exponent becomes a product, and one with 0.5 a square root.
 
-Half precision is computed in single precision. Double precision is that of the C library.
+Half precision is computed in single precision. Double precision is left to the C library.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 from xrlflow.backends.tvm.toolchain.functions import bound, clamped, horner, kind_of, like
 
 _PRECISE = "float64"
-# Minimax polynomials: log2(m) / s of s^2, where s = (m - 1) / (m + 1) and m is between the roots of 1/2 and 2 (error
-# 5e-12), and 2^r for |r| <= 1/2 (error 3e-9; half a unit in the last place is 6e-8).
+# Minimax polynomials. The first is log2(m) / s as a function of s^2, where s = (m - 1) / (m + 1) and m is between the
+# roots of 1/2 and 2 (error 5e-12). The second is 2^r for |r| <= 1/2 (error 3e-9; half a unit in the last place is
+# 6e-8).
 _LOG2 = (
     0.34072521312762044,
     0.4116729915274935,
@@ -34,26 +35,27 @@ _EXP2 = (
     0.69314720671062,
     0.9999999999595488,
 )
-# Exponents beyond these give infinity and zero in single precision.
+# Exponents beyond this limit give infinity or zero in single precision.
 _EXPONENT_LIMIT = 200.0
 _ROOT_OF_HALF = 0x3FE6A09E667F3BCD  # the bits of a double
 _FRACTION = (1 << 52) - 1
 _BIAS = 1 << 10  # keeps the exponents of all numbers above zero
 _TWO_52 = 0x4330000000000000  # the bits of 2^52, whose last place is worth 1
 _ROUNDING = 1.5 * 2**52
-# Whole exponents up to this become products: in single precision up to the second number, where ONNX Runtime's do.
+# Integer exponents up to the first number become products. Up to the second number these are computed in single
+# precision, as in ONNX Runtime.
 _LARGEST_PRODUCT, _SINGLE_PRODUCT = 8, 3
 
 
 def register() -> None:
-    """Make TVM compute powers so on processors, once per process."""
+    """Make TVM compute powers as this module does on processors, once per process."""
     from tvm import tirx
 
     tirx.register_intrin_lowering("tirx.pow", target="llvm", f=_lowered, level=99)
 
 
 def _lowered(call: Any) -> Any:
-    """How a call of `pow` is lowered."""
+    """The lowered call of `pow`."""
     from tvm import tirx
 
     x, y = call.args
@@ -75,12 +77,12 @@ def _single(x: Any, y: Any) -> Any:
 
 
 def is_short(exponent: float) -> bool:
-    """Whether a power is a product or a root."""
+    """Whether a power with this exponent is computed as a product or a root."""
     return exponent == 0.5 or (exponent.is_integer() and abs(exponent) <= _LARGEST_PRODUCT)
 
 
 def _constant(y: Any) -> float | None:
-    """The value of a constant, also of a vector of one number."""
+    """The value of a constant, or of a vector of one constant; None for other expressions."""
     from tvm import tirx
 
     if isinstance(y, tirx.Broadcast):
@@ -89,13 +91,13 @@ def _constant(y: Any) -> float | None:
 
 
 def _number(y: Any) -> float | None:
-    """The value of a finite constant."""
+    """The value of a finite constant; None for other expressions."""
     value = _constant(y)
     return value if value is not None and math.isfinite(value) else None
 
 
 def _product(x: Any, exponent: int) -> Any:
-    """x to the power of a small whole number. Longer products, and divisions by products, are rounded once."""
+    """x to the power of a small integer. Longer products, and divisions by products, are rounded once."""
     from tvm import tirx
 
     one = tirx.const(1.0, x.ty.dtype)
@@ -115,7 +117,7 @@ def _product(x: Any, exponent: int) -> Any:
 
 
 def multiplied(x: Any, exponent: int) -> Any:
-    """A product whose factors repeat, which LLVM computes once."""
+    """x to a positive integer power, as a product of repeated factors, which LLVM computes once."""
     if exponent == 1:
         return x
     half = multiplied(x, exponent // 2)
@@ -123,7 +125,7 @@ def multiplied(x: Any, exponent: int) -> Any:
 
 
 def _root(x: Any) -> Any:
-    """x to the power of one half: of minus infinity it is infinity, of minus zero zero, unlike the square root."""
+    """x to the power 0.5. Unlike the square root, it is infinite for minus infinity, and plus zero for minus zero."""
     from tvm import tirx
 
     def const(value: float) -> Any:
@@ -134,7 +136,7 @@ def _root(x: Any) -> Any:
 
 
 def _power(x: Any, y: Any) -> Any:
-    """2^(y log2 |x|), with the sign of an odd power; NaN for a negative number if the exponent is no whole number."""
+    """2^(y log2 |x|), with the sign of an odd power; NaN for a negative number if the exponent is no integer."""
     from tvm import tirx
 
     double = like(x, _PRECISE)
@@ -175,41 +177,41 @@ def _power(x: Any, y: Any) -> Any:
 
 
 def _log2(size: Any, then: Callable[[Any], Any]) -> Any:
-    """`then` of the logarithm of a double that is not negative. size = m 2^k, where m is between the roots of 1/2 and
-    2. (Bindings inside of what is bound are more than TVM's simplification takes.)"""
+    """`then` of the base-2 logarithm of a double that is not negative. size = m 2^k, where m is between the roots of
+    1/2 and 2. (`then` gets the variable of the result, since TVM's simplification fails on nested variables.)"""
     from tvm import tirx
 
     def const(value: float) -> Any:
         return tirx.const(value, size.ty.dtype)
 
-    def whole(value: int) -> Any:
+    def integer(value: int) -> Any:
         return tirx.const(value, like(size, "uint64"))
 
     def exponent(bits: Any) -> Any:
-        shifted = (bits >> whole(52)) | whole(_TWO_52)
+        shifted = (bits >> integer(52)) | integer(_TWO_52)
         return tirx.reinterpret(size.ty.dtype, shifted) - const(2.0**52 + _BIAS)
 
     def of(bits: Any) -> Any:
-        m = tirx.reinterpret(size.ty.dtype, (bits & whole(_FRACTION)) + whole(_ROOT_OF_HALF))
+        m = tirx.reinterpret(size.ty.dtype, (bits & integer(_FRACTION)) + integer(_ROOT_OF_HALF))
         return bound(m, lambda m: bound((m - const(1.0)) / (m + const(1.0)), lambda s: squared(bits, s)))
 
     def squared(bits: Any, s: Any) -> Any:
         return bound(s * s, lambda square: bound(exponent(bits) + s * horner(square, _LOG2), special))
 
-    def special(found: Any) -> Any:
-        found = tirx.Select(size == const(0.0), const(-math.inf), found)
-        return bound(tirx.Select(size < const(math.inf), found, size), then)  # infinity and NaN stay
+    def special(logarithm: Any) -> Any:
+        logarithm = tirx.Select(size == const(0.0), const(-math.inf), logarithm)
+        return bound(tirx.Select(size < const(math.inf), logarithm, size), then)  # infinity and NaN stay
 
-    return bound(tirx.reinterpret(like(size, "uint64"), size) + whole((_BIAS << 52) - _ROOT_OF_HALF), of)
+    return bound(tirx.reinterpret(like(size, "uint64"), size) + integer((_BIAS << 52) - _ROOT_OF_HALF), of)
 
 
 def _exp2(x: Any, then: Callable[[Any], Any]) -> Any:
-    """`then` of 2^x, of a double within `_EXPONENT_LIMIT`."""
+    """`then` of 2^x, for a double within `_EXPONENT_LIMIT`."""
     from tvm import tirx
 
     rounding, whole = tirx.const(_ROUNDING, x.ty.dtype), like(x, "uint64")
 
-    # Bits are bound, because TVM's simplification takes x - ((x + c) - c) for 0.
+    # The variable holds bits, because TVM's simplification would replace x - ((x + c) - c) by 0.
     def of(rounded: Any) -> Any:
         bits = rounded + tirx.const(1023, whole)
         scale = tirx.reinterpret(x.ty.dtype, bits << tirx.const(52, whole))

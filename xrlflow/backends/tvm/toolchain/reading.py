@@ -13,7 +13,7 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
 
 def operator(value: Any) -> str:
-    """The name of the called operator; "" if the expression is not such a call."""
+    """The name of the called operator; "" if the expression is no call of an operator."""
     return str(getattr(getattr(value, "op", None), "name", ""))
 
 
@@ -26,8 +26,8 @@ def sizes(expression: Any, dtype: str | None = None) -> tuple[int, ...] | None:
         return None
     if dtype is not None and str(kind.dtype) != dtype:
         return None
-    found = list(kind.shape)
-    return tuple(int(n) for n in found) if all(hasattr(n, "value") for n in found) else None
+    extents = list(kind.shape)
+    return tuple(int(n) for n in extents) if all(hasattr(n, "value") for n in extents) else None
 
 
 def numbers(values: Any) -> list[int]:
@@ -36,7 +36,8 @@ def numbers(values: Any) -> list[int]:
 
 
 def with_calls(module: Any, replace: Callable[[Any, Any], Any | None]) -> Any:
-    """The module with calls of "main" replaced. `replace(call, builder)` gives another expression, or None."""
+    """The module in which calls of "main" are replaced. `replace(call, builder)` returns another expression, or
+    None."""
     tvm()
     from tvm import relax
 
@@ -51,11 +52,11 @@ def with_calls(module: Any, replace: Callable[[Any, Any], Any | None]) -> Any:
 
 
 def with_main(module: Any, mutator: Any) -> Any:
-    """The module of a mutator after it has visited "main", with everything that it added."""
+    """The module of a mutator after it has visited "main", with all functions that it added."""
     main = mutator.visit_expr(module["main"])
-    done = mutator.builder_.get()
-    done.update_func(done.get_global_var("main"), main)
-    return done
+    result = mutator.builder_.get()
+    result.update_func(result.get_global_var("main"), main)
+    return result
 
 
 def constant(array: Any) -> Any:
@@ -80,13 +81,13 @@ def known_value(tensor: Any) -> Any | None:
 
 
 def weights_from_memory(function: Any) -> bool:
-    """Whether the weights of a function come from memory, because the caches do not hold all of them until it is called
-    again. (Transformed weights are 1.8 to 4 times as large as those that are counted here.)"""
+    """Whether the weights of a function come from memory at each call, because the caches cannot hold all of them.
+    (Transformed weights, which are 1.8 to 4 times as large, are not taken into account.)"""
     from tvm.ir import GenericConst
 
     values = [binding.value for block in function.body.blocks for binding in block.bindings]
     operands = [x for value in values for x in getattr(value, "args", ())]
-    # Kernels of ours have theirs in a tuple.
+    # The operands of generated kernels are in a tuple.
     operands += [part for x in operands for part in getattr(x, "fields", ())]
     constants = {x for x in operands if isinstance(x, GenericConst)}
     size = sum(math.prod(shape) * 4 for c in constants if (shape := sizes(c)) is not None)

@@ -1,7 +1,8 @@
 """Keeps small buffers on the stack, where LLVM turns them into registers.
 
 TVM takes a kernel's local buffers from its pool of workspaces (other buffers from 1,024 bytes on). For each tile of an
-output, that is a call to get memory, one to clear it and one to release it, and the accumulators are written there.
+output, that would be a call to get memory, one to clear it and one to release it, and the accumulators would be in that
+memory.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-_MOST = 4096
+_MAX_BYTES = 4096
 CODE = "small buffers on the stack, long sums in chunks, rarely three, windows in registers"
-"""Describes the code of a schedule, besides TVM's version. Times of other code belong to another setting."""
-# TVM's mark of an allocation that is left to code generation (LowerTVMBuiltin).
+"""A description of the code that schedules lead to, in addition to TVM's version. Measured times are kept under it, so
+it must change when that code does."""
+# TVM's annotation of an allocation that is left to code generation (LowerTVMBuiltin).
 _ON_STACK = "disable_lower_builtin"
 
 
@@ -43,7 +45,7 @@ def _module(mod: Any, context: Any) -> Any:
 
 
 def _marked(statement: Any) -> Any:
-    """The statement; with a mark, if it allocates a small buffer."""
+    """The statement, with `_ON_STACK` if it allocates a small buffer."""
     from tvm import tirx
 
     if isinstance(statement, tirx.AllocBuffer) and _is_small(statement.buffer):
@@ -86,4 +88,4 @@ def _is_small(buffer: Any) -> bool:
 
     if not all(isinstance(n, tirx.IntImm) for n in buffer.shape):
         return False
-    return math.prod(int(n) for n in buffer.shape) * int(buffer.dtype.itemsize) <= _MOST
+    return math.prod(int(n) for n in buffer.shape) * int(buffer.dtype.itemsize) <= _MAX_BYTES

@@ -14,11 +14,11 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
 # LLVM's names of features, each with the floats in a vector register and the number of registers.
 _VECTORS = (("avx512f", 16, 32), ("avx2", 8, 16), ("avx", 8, 16), ("neon", 4, 32), ("sse2", 4, 16))
-# Processors that multiply and add whole vectors half by half (Agner Fog, "The microarchitecture of Intel, AMD and VIA
-# CPUs"): half vectors lose nothing there. On all others a half vector takes as long as a whole one.
+# Processors that multiply and add full vectors half by half (Agner Fog, "The microarchitecture of Intel, AMD and VIA
+# CPUs"), so that a half vector takes half the time. On all others a half vector takes as long as a full one.
 _IN_HALVES = frozenset({"znver4", "cannonlake", "icelake-client", "tigerlake", "rocketlake", "znver1"})
 # The prefixes of LLVM's features that are instructions which a compiler uses on its own: x86, then ARM. Most other
-# features only guide tuning, or are used where a program asks for them (AES, random numbers).
+# features only guide tuning, or are used only if a program requests them (AES, random numbers).
 _INSTRUCTIONS = (
     *("sse", "ssse", "avx", "fma", "f16c", "bmi", "lzcnt", "popcnt", "crc32", "movbe", "xop", "tbm", "gfni", "vaes"),
     *("vpcl", "amx", "egpr", "ndd", "ccmp", "nf", "ppx", "push2pop2", "zu"),
@@ -38,8 +38,9 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What schedules depend on: LLVM's name of the processor, cores, floats in a vector, vector registers, and bytes of
-    a core's second-level cache. `in_halves`: vectors are computed half by half."""
+    """The properties of a processor on which schedules depend: LLVM's names of the system and the processor, the number
+    of cores, the floats in a vector, the vector registers, and the bytes of a core's second-level cache. `in_halves`:
+    vectors are computed half by half."""
 
     triple: str
     cpu: str
@@ -59,7 +60,7 @@ class Machine:
         return rows * vectors <= self.registers - max(4, vectors + 1) and not (few and rows > 8)
 
     def target(self) -> Any:
-        """The target in TVM's form."""
+        """The target as an object of TVM."""
         options = {"kind": "llvm", "mtriple": self.triple, "mcpu": self.cpu, "num-cores": self.cores}
         return tvm().target.Target(options)
 
@@ -68,9 +69,9 @@ class Machine:
 def detect(cpu: str | None = None, cores: int | None = None, triple: str | None = None) -> Machine:
     """This machine, or another processor by LLVM's name (`cpu`), with `cores` cores (default: the physical ones).
 
-    `triple`: LLVM's name of another system (`aarch64-linux-gnu`), which needs a processor as well. The size of the
-    cache is that of this machine if the processor is; otherwise a usual size is assumed. Raises BackendError if LLVM
-    does not know the system or the processor.
+    `triple`: LLVM's name of another system (`aarch64-linux-gnu`), for which `cpu` must be given. For this machine's
+    processor the size of its cache is read; for others a usual size is assumed. Raises BackendError if LLVM does not
+    know the system or the processor.
     """
     ours, own = _here()
     if cpu is None and triple is not None:
@@ -92,31 +93,31 @@ System: TypeAlias = tuple[str, str]
 
 @functools.cache
 def lacking(triple: str, cpu: str, there: System | None = None) -> tuple[str, ...]:
-    """What code for a processor may use and another one (default: this machine) lacks: the system, or instructions.
+    """What another machine (default: this one) lacks to run code for a processor: the system, or instructions.
 
-    Raises BackendError if LLVM does not know one of them.
+    Raises BackendError if LLVM does not know one of the processors.
     """
     system, name = there or _here()
     if (triple, cpu) == (system, name):
         return ()
-    wanted = _features(triple, cpu)
+    used = _features(triple, cpu)
     if _loader(triple) != _loader(system):
         return (triple,)
     offered = _features(system, name) if there is not None else _features_here()
-    return tuple(sorted(f for f in wanted - offered if f.startswith(_INSTRUCTIONS)))
+    return tuple(sorted(f for f in used - offered if f.startswith(_INSTRUCTIONS)))
 
 
 def instructions(triple: str, cpu: str) -> tuple[str, ...]:
-    """The instructions, by LLVM's names, that code for a processor may have and another one of its architecture may
-    lack. LLVM generates none of AMX and SME by itself."""
-    found = (f for f in _features(triple, cpu) if f.startswith(_INSTRUCTIONS))
-    return tuple(sorted(f for f in found if not f.startswith(("amx", "sme"))))
+    """The instructions, by LLVM's names, that code for a processor may have, and that another processor of the
+    architecture may lack. Those of AMX and SME are left out, since LLVM generates none of them by itself."""
+    names = (f for f in _features(triple, cpu) if f.startswith(_INSTRUCTIONS))
+    return tuple(sorted(f for f in names if not f.startswith(("amx", "sme"))))
 
 
 def _features_here() -> frozenset[str]:
     """The features that the processor reports. A virtual machine may hide some."""
-    found = tvm().get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
-    return frozenset(str(name) for name, present in found.items() if present)
+    features = tvm().get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    return frozenset(str(name) for name, present in features.items() if present)
 
 
 def compiler(triple: str) -> str:
@@ -138,7 +139,8 @@ def _here() -> System:
 
 
 def _loader(triple: str) -> tuple[str, bool]:
-    """What decides whether libraries can be loaded: the architecture, and whether it is Linux."""
+    """The parts of a system's name that decide whether libraries can be loaded: the architecture, and whether it is
+    Linux."""
     return triple.partition("-")[0], "linux" in triple
 
 
@@ -146,7 +148,7 @@ def _features(triple: str, cpu: str) -> frozenset[str]:
     package = tvm()
     call = package.get_global_func
     arch = triple.partition("-")[0]
-    # LLVM crashes if it is asked about a system that it was not built for.
+    # LLVM crashes if a system is requested for which it was not built.
     if "-" not in triple or _ARCHITECTURES.get(arch) not in {
         str(n) for n in call("target.llvm_get_targets")()
     }:

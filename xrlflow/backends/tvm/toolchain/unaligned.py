@@ -1,7 +1,7 @@
-"""Kernels that read or write memory of the caller, which may begin anywhere.
+"""Kernels that read or write memory of the caller, which may begin at any address.
 
-TVM's kernels take tensors to begin at multiples of 64 bytes, and crash where vectors of others are moved. Kernels that
-are marked make no such assumption. Moving vectors of tensors that do begin there costs them nothing.
+TVM's kernels assume that tensors begin at multiples of 64 bytes, and crash if vectors of other tensors are moved.
+Marked kernels do not assume it. They are as fast for tensors that begin at such multiples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def marked(function: Any) -> Any:
 
 
 def register() -> None:
-    """Add the pass that reads the mark to those that lower kernels, once per process."""
+    """Add the pass for marked functions to those that lower kernels, once per process."""
     import tvm
     from tvm import tirx
 
@@ -40,7 +40,7 @@ def _module(mod: Any, context: Any) -> Any:
 
 
 def _forgetful(statement: Any) -> Any:
-    """The statement; if it says how a tensor is aligned, then to 1 byte."""
+    """The statement. If it declares how a tensor is aligned, it then declares 1 byte."""
     from tvm import tirx
 
     if isinstance(statement, tirx.AttrStmt) and statement.attr_key == _ALIGNMENT:
