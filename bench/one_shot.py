@@ -175,7 +175,7 @@ def kernels(
         tune(tasks.tasks, tasks.maker(method), trials=count, batch=16, seed=seed, store=store, pool=measurer)
         found = [
             (json.loads(record.trace), record.outcome.median)
-            for record in store.known(layer.key)
+            for record in store.records(layer.key)
             if record.outcome.error is None
         ]
         if (untuned := measurer.untuned_seconds(layer.key)) is None:

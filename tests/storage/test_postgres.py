@@ -125,7 +125,7 @@ def test_tuned_kernels_are_shared(server: postgres.Server) -> None:
         two.put(record(candidate="d", seconds=(5e-4, 6e-4)))
         two.put(record(candidate="e", seconds=(), error="crashed"))
         assert [r.candidate for r in one.best("t", 9)] == ["d", "c"]
-        assert one.known("t")[0] == record()
+        assert one.records("t")[0] == record()
         assert (len(one), one.tasks()) == (3, ["t"])
         assert one.state("a cpu") == "3 records"
         assert one.state("another") is None
@@ -225,10 +225,10 @@ def test_a_full_disk_is_said_once_and_nothing_is_lost(server: postgres.Server) -
         assert len(caught) == 1
         assert "measurements are kept in memory until they can be written" in str(caught[0].message)
         assert "No space left" in str(caught[0].message)
-        assert [r.candidate for r in store.known("t")] == ["early", "0", "1", "2", "3"]
+        assert [r.candidate for r in store.records("t")] == ["early", "0", "1", "2", "3"]
         assert len(store) == 5
         with Store(server.url()) as other:
-            assert [r.candidate for r in other.known("t")] == ["early"]
+            assert [r.candidate for r in other.records("t")] == ["early"]
         execute(
             server, "DROP TRIGGER no_space ON xrlflow.record"
         )  # somebody made room: it is written at the end
@@ -318,7 +318,7 @@ def test_what_the_server_cannot_hold_does_not_keep_the_rest(server: postgres.Ser
         with pytest.warns(RuntimeWarning, match=": 1 measurements are lost, as the server cannot hold them"):
             store.put(record(candidate="nul \0"))
         store.put(record(candidate="next"))
-        assert [r.candidate for r in store.known("t")] == ["next"]
+        assert [r.candidate for r in store.records("t")] == ["next"]
 
 
 # --- the first connection, and what must not be seen ---

@@ -223,7 +223,7 @@ def test_blocks_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Block, "arguments", watched)
     assert tune_one(store, BLOCK, 3).measured == 3
     assert {*checked} > {*BLOCK.untuned(MACHINE)}, "each way is compared before it is timed"
-    records = store.known(BLOCK.key, setting())
+    records = store.records(BLOCK.key, setting())
     assert {record.candidate for record in records} == {key_of(BLOCK, choice, MACHINE) for choice in checked}
     assert all(record.error is None for record in records)
     found = times(store).of_block(BLOCK.workload, far=False)
@@ -244,7 +244,7 @@ def test_kernels_that_compute_something_else_are_no_choice(
 
     monkeypatch.setattr(blocks, "_in_bands", wrong)
     tune_one(store, BLOCK, 3)
-    assert sum("off by" in (record.error or "") for record in store.known(BLOCK.key)) == 2
+    assert sum("off by" in (record.error or "") for record in store.records(BLOCK.key)) == 2
     found = times(store).of_block(BLOCK.workload, far=False)
     assert found is not None
     assert found.blocking is None
@@ -269,7 +269,7 @@ def test_a_block_that_cannot_run_alone_is_left_to_the_estimates(
     blocks._apart.cache_clear()
     (result,) = tune_one(store, BLOCK, 1).tasks
     assert result.error == f"{BLOCK.name}: its untuned kernel cannot be measured alone"
-    assert store.known(BLOCK.key, setting()) == []
+    assert store.records(BLOCK.key, setting()) == []
     put(store, BLOCK, APART, 1e-9, key="code")
     put(store, BLOCK, untuned(BLOCK), 1e-3)
     assert times(store).of_block(BLOCK.workload, far=False) is None

@@ -194,7 +194,7 @@ def test_layers_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pyt
     assert tune_one(store, LAYER, 6).measured == 6
     assert len(checked) == len({*checked}) == 6
     assert {*checked} > {*untuned}, "each kernel is compared before it is timed"
-    records = store.known(LAYER.key, setting())
+    records = store.records(LAYER.key, setting())
     assert {record.candidate for record in records} == {key_of(LAYER, choice, MACHINE) for choice in checked}
     assert all(record.error is None for record in records)
     known = times(store).of(LAYER.workload, far=False)
@@ -210,7 +210,7 @@ def test_the_leading_kernels_are_measured_again(store: Store, monkeypatch: pytes
     monkeypatch.setattr("xrlflow.tuning.session._AGAIN_SECONDS", 60.0)  # beside other work it takes longer
     tune_one(store, LAYER, 6, confirm=True)
     (best,) = store.best(LAYER.key, 1, setting(), least=CONFIRMED)
-    known = Counter(record.candidate for record in store.known(LAYER.key, setting()))
+    known = Counter(record.candidate for record in store.records(LAYER.key, setting()))
     usual = key_of(LAYER, PLAIN, MACHINE)
     assert best.candidate == usual or min(known[best.candidate], known[usual]) >= CONFIRMED
 

@@ -271,7 +271,7 @@ def test_every_method_tunes_a_models_layers(method: Method, tasks: LayerTasks, t
             assert result.error is None
             assert result.failed == 0
             assert result.best is not None
-            records = store.known(result.task.key)
+            records = store.records(result.task.key)
             assert tasks.untuned_candidate(result.task).key in {record.candidate for record in records}
             assert len({record.candidate for record in records}) == result.trials
 
@@ -295,7 +295,7 @@ def test_kernels_that_compute_something_else_fail(
     one = tasks_of(tasks.layers[:1])
     with Store(tmp_path / "store.sqlite") as store, measuring(one) as measurer:
         tune(one.tasks, one.maker(Method.RANDOM), trials=5, batch=5, store=store, pool=measurer)
-        records = store.known(one.layers[0].key)
+        records = store.records(one.layers[0].key)
         wrong = [record for record in records if "off by" in (record.error or "")]
         assert len(wrong) == len(records) - 1 == 4
         known = StoredTimes.on(store, MACHINE, 2).of(one.layers[0].workload, False)
@@ -313,7 +313,7 @@ def test_a_layer_that_cannot_run_alone_is_left_to_the_estimates(
     with Store(tmp_path / "store.sqlite") as store, measuring(one) as measurer:
         found = tune(one.tasks, one.maker(Method.RANDOM), trials=3, batch=3, store=store, pool=measurer)
         assert found.tasks[0].best is None
-        errors = {record.error for record in store.known(one.layers[0].key)}
+        errors = {record.error for record in store.records(one.layers[0].key)}
         assert errors == {"the layer cannot run alone: not this one"}
         assert StoredTimes.on(store, MACHINE, 2).of(one.layers[0].workload, False) == {}
 

@@ -171,7 +171,7 @@ def test_a_time_limit_ends_it_within_a_batch(store: Store) -> None:
     result = session(store, measurer, trials=10_000, time_limit=0.3)
     assert result.stop is Stop.TIME
     assert 0 < len(measurer.seen) < 100
-    assert result.measured == len(store.known(one().key)) == len(measurer.seen)
+    assert result.measured == len(store.records(one().key)) == len(measurer.seen)
     assert result.measuring > 0
 
 
@@ -218,7 +218,7 @@ def test_an_interrupt_keeps_what_is_known(store: Store) -> None:
     rest = Formula()
     assert session(store, rest).stop is Stop.TRIALS
     assert len(rest.seen) == 20
-    assert len(store.known(one().key)) == 40
+    assert len(store.records(one().key)) == 40
 
 
 @pytest.mark.usefixtures("python_handles_interrupts")
@@ -258,7 +258,7 @@ def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
     told = int([str(told), *victim.stdout.read().split()][-1])
     assert victim.wait() == -signal.SIGKILL
     with Store(path) as store:
-        kept = [record.candidate for record in store.known(one().key)]
+        kept = [record.candidate for record in store.records(one().key)]
         assert told <= len(kept) <= told + 1, "what it told of was kept"
         rest = Formula()
         session(store, rest)

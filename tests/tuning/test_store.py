@@ -49,12 +49,12 @@ def test_what_is_put_is_there_in_another_process_of_time(tmp_path: Path) -> None
         for record in records:
             store.put(record)
     with Store(path) as store:
-        assert store.known("t") == records[:2]
-        assert store.known("other") == records[2:]
-        assert store.known("none") == []
+        assert store.records("t") == records[:2]
+        assert store.records("other") == records[2:]
+        assert store.records("none") == []
         assert store.tasks() == ["other", "t"]
         assert len(store) == 3
-        assert store.known("t")[1].outcome == Measurement(error="it crashed")
+        assert store.records("t")[1].outcome == Measurement(error="it crashed")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_rows_that_are_no_records_are_left_out(column: str, content: str | bytes
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
         database.execute(f"UPDATE record SET {column} = ? WHERE candidate = 'bad'", (content,))
     with Store(path) as store:
-        assert store.known("t") == store.best("t", 9) == [good]
+        assert store.records("t") == store.best("t", 9) == [good]
 
 
 def test_the_best_are_the_fastest_by_the_median_of_all_their_times_once_each(store: Store) -> None:
@@ -106,14 +106,14 @@ def test_records_of_other_settings_are_kept_apart(store: Store) -> None:
     store.put(replace(made(seconds=(1e-9,)), setting=elsewhere))
     assert store.best("t", setting=SETTING)[0].seconds == (1e-3,)
     assert store.best("t", setting=elsewhere)[0].seconds == (1e-9,)
-    assert len(store.known("t")) == 2
-    assert store.known("t", replace(SETTING, threads=1)) == []
+    assert len(store.records("t")) == 2
+    assert store.records("t", replace(SETTING, threads=1)) == []
 
 
 def test_the_same_measurement_is_kept_once(store: Store) -> None:
     store.put(made(taken=1.0))
     store.put(made(taken=2.0))
-    assert store.known("t") == [made(taken=1.0)]
+    assert store.records("t") == [made(taken=1.0)]
 
 
 def test_many_threads_and_connections_write_one_file(tmp_path: Path) -> None:
@@ -209,12 +209,12 @@ def test_a_file_that_is_damaged_while_it_is_open_is_set_aside(tmp_path: Path) ->
 
         def put_more() -> None:
             store.put(made(candidate="later"))
-            store.known("t")
+            store.records("t")
             store.put(made(candidate="last"))
 
         with pytest.warns(RuntimeWarning, match="starting afresh"):
             put_more()
-        assert store.known("t")[-1].candidate == "last"
+        assert store.records("t")[-1].candidate == "last"
 
 
 def test_what_another_process_has_begun_in_its_place_is_not_set_aside(
@@ -238,7 +238,7 @@ def test_what_another_process_has_begun_in_its_place_is_not_set_aside(
     with Store() as store, pytest.warns(RuntimeWarning, match="starting afresh"):
         store.put(made(candidate="second"))
     with Store(path) as store:
-        assert [record.candidate for record in store.known("t")] == ["first", "second"]
+        assert [record.candidate for record in store.records("t")] == ["first", "second"]
     assert (tmp_path / "tuning.sqlite.damaged").read_bytes() == b"this is no database" * 100
 
 
@@ -256,15 +256,15 @@ def test_a_full_disk_is_said_once_and_nothing_is_lost(tmp_path: Path) -> None:
             for record in large:
                 store.put(record)
         assert [str(w.message).partition(": ")[2][:20] for w in caught] == ["measurements are kept"[:20]]
-        assert [r.taken for r in store.known("t")] == [1.0, 3.0, 4.0, 5.0, 6.0]
+        assert [r.taken for r in store.records("t")] == [1.0, 3.0, 4.0, 5.0, 6.0]
         assert len(store) == 5
         with Store(path) as other:  # none of the large ones is there in part
-            assert [r.taken for r in other.known("t")] == [1.0]
+            assert [r.taken for r in other.records("t")] == [1.0]
         disk.execute(
             "PRAGMA max_page_count = 100000"
         )  # somebody made room: what waited is written at the end
     with Store(path) as store:
-        assert store.known("t") == [made(candidate="early", taken=1.0), *large]
+        assert store.records("t") == [made(candidate="early", taken=1.0), *large]
 
 
 FULL = """
@@ -286,7 +286,7 @@ def test_a_file_that_cannot_grow_stays_whole(tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
     subprocess.run([sys.executable, "-c", FULL, path], cwd=Path(__file__).resolve().parents[2], check=True)
     with Store(path) as store:
-        kept = store.known("t")
+        kept = store.records("t")
     assert 0 < len(kept) < 101
     assert all(json.loads(record.trace) == [record.candidate] for record in kept)
     connection = sqlite3.connect(path)
@@ -315,7 +315,7 @@ def test_where_no_file_can_be_measurements_last_as_long_as_the_store(tmp_path: P
     store = Store(tmp_path)  # a directory
     with pytest.warns(RuntimeWarning, match="in memory"):
         store.put(made())
-    assert store.known("t") == [made()]
+    assert store.records("t") == [made()]
     with pytest.warns(RuntimeWarning, match=": 1 measurements are lost"):
         store.close()
 
@@ -332,7 +332,7 @@ def test_a_file_that_may_only_be_read_is_read(tmp_path: Path) -> None:
     store._file._disk = store._file._open_to_read()
     with pytest.warns(RuntimeWarning, match="readonly"):
         store.put(made(candidate="late"))
-    assert [record.candidate for record in store.known("t")] == ["early", "late"]
+    assert [record.candidate for record in store.records("t")] == ["early", "late"]
     with pytest.warns(RuntimeWarning, match=": 1 measurements are lost"):
         store.close()
 

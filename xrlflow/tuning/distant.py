@@ -18,7 +18,7 @@ from typing import Any
 from xrlflow.cost.machine import cpu_name
 from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.crew import JobCrew, PoolError, Work, fork_server, local_crew
-from xrlflow.tuning.worker import Answer, Build, Built, Job, moved, paths_of
+from xrlflow.tuning.worker import Answer, Build, Built, Job, paths_of, relocated
 from xrlflow.workers import Kind, WorkerError, WorkerFactory, WorkerPool
 
 
@@ -62,7 +62,7 @@ class Bench:
                 if sent in task.libraries:
                     Path(path).write_bytes(task.libraries[sent])
             exclusively = measuring(lambda holder: None) if self._measures else contextlib.nullcontext()
-            job = moved(task.job, paths)
+            job = relocated(task.job, paths)
             with exclusively, contextlib.closing(self._crew.work(iter([job]))) as replies:
                 _, reply = next(replies)
             return _Received(reply, Path(paths[0]).read_bytes() if isinstance(reply, Built) else None)

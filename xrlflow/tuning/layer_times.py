@@ -171,7 +171,7 @@ class _MeasuredKernel(Generic[W]):
 
 def _measured_kernels(store: Store, layer: Measurable[W], setting: Setting) -> list[_MeasuredKernel[W]]:
     groups: dict[tuple[W, str], list[Measurement]] = {}
-    for record in store.known(layer.key, setting):
+    for record in store.records(layer.key, setting):
         if (choice := layer.stored(record.trace)) is not None:
             groups.setdefault((choice, record.candidate), []).append(record.outcome)
     return [

@@ -350,7 +350,7 @@ class _Session:
         leading = [record for record, median in zip(best, medians) if median <= _NEAR * medians[0]]
         if not leading:
             return []
-        counts = Counter(record.candidate for record in self._store.known(state.task.key, state.setting))
+        counts = Counter(record.candidate for record in self._store.records(state.task.key, state.setting))
         if state.untuned is None:
             state.untuned = kernels.untuned_candidate(state.task)
         if state.untuned is None:
@@ -467,7 +467,7 @@ class _Session:
             self._measurer.device, task.target, self._measurer.threads, flushed=self._measurer.flushed
         )
         known: dict[str, Measurement] = {}
-        for record in self._store.known(task.key, setting):
+        for record in self._store.records(task.key, setting):
             known.setdefault(record.candidate, record.outcome)
         return _State(task, setting, deque(known.values()), known)
 

@@ -1,4 +1,4 @@
-"""What tuners choose from: the algorithms and blockings of our kernels for a layer, as vectors of knobs."""
+"""The design space of a layer: the algorithms and blockings of its kernels, as vectors of knobs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _UNUSED = -1.0
 
 
 KNOBS = ("algorithm", "rows", "vectors", "lanes", "blocks", "parts", "ahead", "order", "other rows")
-"""The knobs of all layers. Rows and vectors are those of a tile; `blocks` says in how many steps a core takes its rows;
-`parts`, among how many tasks its columns are divided. What `order` is depends on the algorithm."""
+"""The knobs of all layers. Rows and vectors are those of a tile. `blocks`: the number of steps in which a core takes
+its rows; `parts`: the number of tasks among which its columns are divided. The meaning of `order` depends on the
+algorithm."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The ways of one algorithm. `values`: for each knob the indices that occur, ascending; `first`: the position of
-    the first way among all; `points`: vectors [M, K]."""
+    """The choices of one algorithm. `values`: for each knob the indices that occur, ascending; `first`: the position of
+    the first choice among those of all algorithms; `points`: vectors [M, K]."""
 
     values: tuple[Indices, ...]
     first: int
@@ -38,35 +39,39 @@ class _Group:
 
     @cached_property
     def nearest(self) -> tuple[tuple[Indices, ...], Indices, Indices]:
-        """Tables: for each knob, the place in `values` of the nearest index that occurs, by the index; how far cells
-        lie apart along each knob; and for each cell, a place in all `values`, the position of the nearest way."""
+        """Tables to find the nearest choice of a vector. The values that occur span a grid of cells. First table: for
+        each knob and index, the position in `values` of the nearest value. Second: the step between neighbouring cells
+        in the third table, for each knob. Third: for each cell, the position of the nearest choice."""
         from scipy.spatial import cKDTree
 
         counts = np.array([len(v) for v in self.values], np.int64)
         radix = np.append(np.cumprod(counts[::-1])[::-1][1:], 1)
-        places = tuple(
+        positions = tuple(
             np.abs(np.arange(values[-1] + 1)[:, None] - values[None, :]).argmin(axis=1)
             for values in self.values
         )
         scale = 1.0 / np.maximum(counts - 1, 1)
-        own = np.stack([np.searchsorted(v, self.points[:, k]) for k, v in enumerate(self.values)], axis=1)
+        normal = np.stack([np.searchsorted(v, self.points[:, k]) for k, v in enumerate(self.values)], axis=1)
         cells = np.stack(np.unravel_index(np.arange(int(counts.prod())), tuple(counts)), axis=1)
-        _, near = cKDTree(own * scale).query(cells * scale, p=1)
-        return places, radix, self.first + near.astype(np.int64)
+        _, near = cKDTree(normal * scale).query(cells * scale, p=1)
+        return positions, radix, self.first + near.astype(np.int64)
 
     def snapped(self, indices: Indices) -> Indices:
-        """The positions of the nearest ways to vectors [N, K] of this algorithm."""
-        places, radix, table = self.nearest
-        local = [place[np.minimum(indices[:, k], len(place) - 1)] for k, place in enumerate(places)]
-        found: Indices = table[np.stack(local, axis=1) @ radix]
-        return found
+        """The positions of the choices that are nearest to vectors [N, K] of this algorithm."""
+        positions, radix, table = self.nearest
+        local = [
+            table_of_knob[np.minimum(indices[:, k], len(table_of_knob) - 1)]
+            for k, table_of_knob in enumerate(positions)
+        ]
+        nearest: Indices = table[np.stack(local, axis=1) @ radix]
+        return nearest
 
 
 @dataclass(frozen=True, eq=False)
 class DesignSpace:
-    """All ways of a layer, as vectors [K] of the knobs that differ between some of them: an index for each knob, the
-    first of which is the algorithm. A vector that is none of a way stands for the nearest way of its algorithm, whose
-    vector is its normal form."""
+    """All choices of a layer, as vectors [K] with an index for each knob. The first knob is the algorithm; knobs that
+    are the same for all choices are left out. A vector that belongs to no choice stands for the nearest choice of its
+    algorithm; the vector of that choice is called normal."""
 
     layer: Measurable[Any]
     machine: Machine
@@ -74,16 +79,16 @@ class DesignSpace:
     knobs: tuple[Knob, ...]
     points: Indices
     numbers: npt.NDArray[np.float64] = field(repr=False)
-    """Of each way, all of `KNOBS`, [M, len(KNOBS)]; -1 where its algorithm has no such knob."""
+    """For each choice the values of all `KNOBS`, [M, len(KNOBS)]; -1 if its algorithm has no such knob."""
 
     @staticmethod
     def of(layer: Measurable[Any], machine: Machine) -> DesignSpace:
-        """Raises KnobError if there is nothing to choose from."""
+        """The design space of a layer. Raises KnobError if there is nothing to choose from."""
         choices = [*layer.everything(machine)]
         if not choices:
             raise KnobError(f"{layer.name} has no kernels to choose from")
-        told: list[Mapping[str, int]] = [layer.numbers(choice) for choice in choices]
-        numbers = np.array([[each.get(name, _UNUSED) for name in KNOBS] for each in told])
+        knob_values: list[Mapping[str, int]] = [layer.numbers(choice) for choice in choices]
+        numbers = np.array([[each.get(name, _UNUSED) for name in KNOBS] for each in knob_values])
         order = np.argsort(numbers[:, 0], kind="stable")
         numbers, choices = numbers[order], [choices[i] for i in order]
         levels = [np.unique(column) for column in numbers.T]
@@ -94,7 +99,7 @@ class DesignSpace:
 
     @property
     def size(self) -> int:
-        """The number of ways."""
+        """The number of choices."""
         return len(self.choices)
 
     @cached_property
@@ -118,7 +123,8 @@ class DesignSpace:
         return int(self._described.shape[1])
 
     def normal(self, vector: Sequence[int]) -> Vector:
-        """The vector of the way that this one stands for. Raises KnobError if it is not in this space."""
+        """The vector of the choice for which this vector stands. Raises KnobError if the vector is not in this
+        space."""
         if len(vector) != len(self.knobs):
             raise KnobError(f"a vector of {len(vector)} knobs for a space of {len(self.knobs)}")
         for knob, index in zip(self.knobs, vector):
@@ -127,13 +133,13 @@ class DesignSpace:
         return self._vector(self._position(vector))
 
     def random(self, generator: np.random.Generator) -> Vector:
-        """A random way: all algorithms are equally likely."""
-        return self._vector(int(self._drawn(generator, 1)[0]))
+        """A random choice. All algorithms are equally likely."""
+        return self._vector(int(self._random_positions(generator, 1)[0]))
 
     def draw(self, generator: np.random.Generator, count: int) -> Indices:
-        """`count` vectors, drawn like `random`: [count, K]."""
-        found: Indices = self.points[self._drawn(generator, count)]
-        return found
+        """`count` vectors, random like `random`: [count, K]."""
+        vectors: Indices = self.points[self._random_positions(generator, count)]
+        return vectors
 
     def masked(self, indices: Indices) -> Indices:
         """The normal vectors of vectors [N, K] with valid indices."""
@@ -141,36 +147,36 @@ class DesignSpace:
 
     def movable(self, indices: Indices) -> npt.NDArray[np.bool_]:
         """Which knobs of vectors [N, K] are used and have several values: [N, K]."""
-        found: npt.NDArray[np.bool_] = self._used[indices[:, 0]]
-        return found
+        movable: npt.NDArray[np.bool_] = self._used[indices[:, 0]]
+        return movable
 
     def neighbours(self, vector: Sequence[int]) -> list[Vector]:
-        """The normal vectors that differ in one decision and are near (see Knob.near), without duplicates."""
+        """The normal vectors that differ in one knob and are near (see `Knob.near`), without duplicates."""
         start = self.normal(vector)
-        moved = [
+        changed = [
             (*start[:k], index, *start[k + 1 :])
             for k in np.flatnonzero(self._used[start[0]]).tolist()
             for index in self.knobs[k].near(start[k])
         ]
-        found = dict.fromkeys(
-            map(tuple, self.masked(np.array(moved, np.int64).reshape(-1, len(start))).tolist())
+        normal = dict.fromkeys(
+            map(tuple, self.masked(np.array(changed, np.int64).reshape(-1, len(start))).tolist())
         )
-        found.pop(start, None)
-        return list(found)
+        normal.pop(start, None)
+        return list(normal)
 
     def enumerate(self) -> Iterator[Vector]:
-        """The vectors of all ways."""
+        """The vectors of all choices."""
         return map(self._vector, range(len(self.choices)))
 
     def features(self, vectors: Indices | Sequence[Vector]) -> Floats:
-        """Features of vectors, without decoding them, [N, F]: the algorithm (one of all), the logarithms of the other
-        knobs (-1: the algorithm has none), and that of the estimated time over the least one."""
+        """Features of vectors, without decoding them, [N, F]: the algorithm (one-hot), the logarithms of the other
+        knobs (-1 if the algorithm has none), and the logarithm of the estimated time divided by the least one."""
         indices = np.asarray(vectors, np.int64).reshape(-1, len(self.knobs))
-        found: Floats = self._features[self._positions(indices)]
-        return found
+        features: Floats = self._features[self._positions(indices)]
+        return features
 
     def decode(self, vector: Sequence[int]) -> Candidate | None:
-        """The kernel of a vector; None if its way has no kernel of its own."""
+        """The kernel of a vector; None if its choice has no kernel of its own."""
         position = self._position(self.normal(vector))
         choice = self.choices[position]
         try:
@@ -180,36 +186,37 @@ class DesignSpace:
         return Candidate.of(self._vector(position), json.loads(choice.text), module)
 
     def candidate(self, choice: Any) -> Candidate | None:
-        """The kernel of a way; None if there is none, or if it is not in the space."""
+        """The kernel of a choice; None if there is none, or if the choice is not in the space."""
         return self.decode(self._vector(self.choices.index(choice))) if choice in self.choices else None
 
     def described(self, candidates: Sequence[Candidate]) -> Floats:
-        """Features of kernels that mean the same for all layers, [N, width]: all of `KNOBS`, the estimate, and the
-        sizes of the layer."""
-        places = [self._position(c.vector) for c in candidates if c.vector is not None]
-        assert len(places) == len(candidates)
-        return self._described[places]
+        """Features of kernels that have the same meaning for all layers, [N, width]: all of `KNOBS`, the estimate, and
+        the sizes of the layer."""
+        positions = [self._position(c.vector) for c in candidates if c.vector is not None]
+        assert len(positions) == len(candidates)
+        return self._described[positions]
 
     @cached_property
     def _groups(self) -> tuple[_Group, ...]:
-        found = []
+        groups = []
         for algorithm in range(self.kinds):
             mine = np.flatnonzero(self.points[:, 0] == algorithm)
             points = self.points[mine]
             values = tuple(np.unique(column) for column in points.T)
-            found.append(_Group(values, int(mine[0]), points))
-        return tuple(found)
+            groups.append(_Group(values, int(mine[0]), points))
+        return tuple(groups)
 
     @cached_property
     def _used(self) -> npt.NDArray[np.bool_]:
-        """Which knobs vary within an algorithm, [algorithms, K]; the first one if there are several algorithms."""
-        found = np.array([[len(v) > 1 for v in group.values] for group in self._groups])
-        found[:, 0] = self.kinds > 1
-        return found
+        """Which knobs vary within an algorithm, [algorithms, K]. The first one counts as varying if there are several
+        algorithms."""
+        used = np.array([[len(v) > 1 for v in group.values] for group in self._groups])
+        used[:, 0] = self.kinds > 1
+        return used
 
     @cached_property
     def estimates(self) -> npt.NDArray[np.float64]:
-        """The estimated times of all ways, [M], in a unit of their own."""
+        """The estimated times of all choices, [M], in one unit for this layer."""
         return np.array([self.layer.estimate(choice, self.machine) for choice in self.choices])
 
     @cached_property
@@ -218,8 +225,8 @@ class DesignSpace:
 
     @cached_property
     def _relative(self) -> npt.NDArray[np.float64]:
-        found: npt.NDArray[np.float64] = np.log2(self.estimates / self.estimates.min())
-        return found
+        relative: npt.NDArray[np.float64] = np.log2(self.estimates / self.estimates.min())
+        return relative
 
     @cached_property
     def _of_knobs(self) -> npt.NDArray[np.float64]:
@@ -235,20 +242,20 @@ class DesignSpace:
         columns = [algorithms, numbers, self._relative[:, None], _logs(sizes)]
         return np.concatenate(columns, axis=1).astype(np.float32)
 
-    def _drawn(self, generator: np.random.Generator, count: int) -> Indices:
+    def _random_positions(self, generator: np.random.Generator, count: int) -> Indices:
         groups = generator.integers(self.kinds, size=count)
         first = np.array([group.first for group in self._groups], np.int64)
         sizes = np.array([len(group.points) for group in self._groups], np.int64)
         return first[groups] + (generator.random(count) * sizes[groups]).astype(np.int64)
 
     def _positions(self, indices: Indices) -> Indices:
-        """The positions of the ways that vectors [N, K] stand for: [N]."""
-        found = np.zeros(len(indices), np.int64)
+        """The positions of the choices for which vectors [N, K] stand: [N]."""
+        positions = np.zeros(len(indices), np.int64)
         for algorithm, group in enumerate(self._groups):
             mine = indices[:, 0] == algorithm
             if mine.any():
-                found[mine] = group.snapped(indices[mine])
-        return found
+                positions[mine] = group.snapped(indices[mine])
+        return positions
 
     def _position(self, vector: Sequence[int]) -> int:
         return int(self._positions(np.array([vector], np.int64))[0])
@@ -261,5 +268,5 @@ _ALGORITHMS = 8
 
 
 def _logs(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Logarithms of 1 + numbers; what is not used stays -1."""
+    """Logarithms of 1 + numbers; -1 (unused) remains."""
     return np.where(numbers < 0, _UNUSED, np.log2(1.0 + np.maximum(numbers, 0.0)))

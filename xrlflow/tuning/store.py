@@ -1,4 +1,4 @@
-"""Measurements on disk: each schedule of a task is measured once on a machine, and again if it is among the best."""
+"""Measurements on disk. Each kernel of a task is measured once on a machine, and again if it is among the best."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 CONFIRMED = 4
-"""With this many measurements, a median is reliable. The least of many single times is a lucky one."""
+"""With this many measurements, a median is reliable. (The least of many single times is low by chance.)"""
 _PATIENCE = 5.0  # seconds that a writer waits for another process
 _NO_TIME = 1e10  # the seconds that TVM writes for failures
 
@@ -50,10 +50,10 @@ _COLUMNS = "task, target, tvm, device, threads, candidate, trace, seconds, error
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What times depend on besides the schedule.
+    """The conditions on which times depend besides the kernel.
 
-    `target`: TVM's, as JSON (`tasks.target_text`). `tvm`: the version of the code generator, and whether kernels are
-    timed with cold caches (`worker.Timing.flush`).
+    `target`: TVM's target as JSON (`tasks.target_text`). `tvm`: the version of the code generator, and whether kernels
+    are timed with cold caches (`worker.Timing.flush`).
     """
 
     target: str
@@ -78,9 +78,10 @@ def _version(flushed: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A measurement, or several together (`Store.best`), of one candidate of a task in one setting.
+    """One measurement of a candidate of a task in one setting, or several together (see `Store.best`).
 
-    `trace`: how the candidate is made, as JSON. `seconds` is empty if there is an `error`. `taken`: seconds since 1970.
+    `trace`: the choice that describes the candidate, as JSON. `seconds` is empty if there is an `error`. `taken`: the
+    time of the measurement, in seconds since 1970.
     """
 
     task: str
@@ -93,7 +94,7 @@ class Record:
 
     @staticmethod
     def of(task: Task, setting: Setting, candidate: Candidate, outcome: Measurement) -> Record:
-        """The record of a measurement that was just taken."""
+        """The record of a measurement that was made just now."""
         return Record(
             task=task.key,
             setting=setting,
@@ -113,7 +114,7 @@ class Record:
 
     @property
     def digest(self) -> str:
-        """A key that is equal for measurements that differ only in the time of day."""
+        """A key that is equal for measurements that only differ in the time at which they were made."""
         setting = self.setting
         where = (setting.target, setting.tvm, setting.device, setting.threads)
         what = (self.task, self.candidate, self.trace, self.seconds, self.error)
@@ -123,12 +124,13 @@ class Record:
 class Store:
     """Measurements in a SQLite file (see `SharedFile`) or on a server (see `SharedServer`).
 
-    The file in the user's cache directory is our own. A named file that is not a store is refused: whatever reads or
-    writes first raises StoreError.
+    The file in the user's cache directory belongs to xrlflow. If a file is named that is not a store, the first access
+    raises StoreError.
     """
 
     def __init__(self, where: Where = None) -> None:
-        """`where`: the file or server (see `stores.opened`); the file of the user's is `tuning.sqlite`."""
+        """`where`: the file or server (see `stores.open_storage`); None: `tuning.sqlite` in the user's cache
+        directory."""
         self._file = open_storage(where, cache_directory() / "tuning.sqlite", _LAYOUT, _PATIENCE, StoreError)
         self.path = self._file.path
         self.where = where
@@ -138,7 +140,7 @@ class Store:
         self._file.check()
 
     def put(self, record: Record) -> None:
-        """Store a measurement. Measurements that differ only in the time of day are stored once."""
+        """Store a measurement. If measurements only differ in the time at which they were made, one is stored."""
         setting = record.setting
         values = (
             *(record.task, setting.target, setting.tvm, setting.device, setting.threads),
@@ -151,29 +153,31 @@ class Store:
             f"{_PUT} ({_COLUMNS}, digest, arguments) VALUES ({marks}, '') ON CONFLICT DO NOTHING", values
         )
 
-    def known(self, task: str, setting: Setting | None = None) -> list[Record]:
-        """All records of the task with this key, in the order they were taken. Rows that are no records are left out.
+    def records(self, task: str, setting: Setting | None = None) -> list[Record]:
+        """All records of the task with this key, by the time of measurement. Damaged rows are left out.
 
-        `setting`: only those of this setting.
+        `setting`: only records of this setting.
         """
-        found = [record for row in self._select("task = ?", (task,)) if (record := _record(row)) is not None]
-        return sorted((r for r in found if setting in (None, r.setting)), key=lambda record: record.taken)
+        records = [
+            record for row in self._select("task = ?", (task,)) if (record := _record(row)) is not None
+        ]
+        return sorted((r for r in records if setting in (None, r.setting)), key=lambda record: record.taken)
 
     def best(
         self, task: str, count: int = 1, setting: Setting | None = None, *, least: int = 1
     ) -> list[Record]:
-        """The fastest candidates of the task with this key, each once in a setting, of those that were measured at
-        least so often, if there are any.
+        """The fastest candidates of the task with this key, each once for a setting. Only candidates with at least
+        `least` measurements count, if there are any.
 
-        What counts is the median of the medians of all measurements of one, whose times the record has together. What
-        failed the last time that it was measured is left out.
+        Candidates are ordered by the median of the medians of all their measurements; the record has all times. A
+        candidate that failed when it was last measured is left out.
         """
-        found: dict[tuple[str, Setting], list[Record]] = {}
-        for record in self.known(task, setting):
-            found.setdefault((record.candidate, record.setting), []).append(record)
+        by_candidate: dict[tuple[str, Setting], list[Record]] = {}
+        for record in self.records(task, setting):
+            by_candidate.setdefault((record.candidate, record.setting), []).append(record)
         running = [
             [record for record in records if record.outcome.error is None]
-            for records in found.values()
+            for records in by_candidate.values()
             if records[-1].outcome.error is None
         ]
         often = [records for records in running if len(records) >= least] or running
@@ -184,7 +188,8 @@ class Store:
         ]
 
     def state(self, device: str) -> str | None:
-        """Another text if kernels may have been tuned further, on a server: on this device; None: nothing is kept."""
+        """A text that changes when kernels may have been tuned further (on a server: on this device); None if there are
+        no records."""
         if isinstance(self.path, Path):
             return str(os.stat(self.path).st_mtime_ns) if self.path.exists() else None
         rows = self._file.read("SELECT count(*) FROM record WHERE device = ?", (device,))
@@ -199,7 +204,7 @@ class Store:
         return sum(int(count) for (count,) in self._file.read("SELECT count(*) FROM record", ()))
 
     def close(self) -> None:
-        """Write what is not yet written, if that is possible now, and report what is lost."""
+        """Write pending records, if that is possible now, and report those that are lost."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -220,7 +225,7 @@ def _text(value: object) -> str:
 
 
 def _record(row: Row) -> Record | None:
-    """The record of a row; None if its texts or numbers are none."""
+    """The record of a row; None if a text or number in it is damaged."""
     task, target, version, device, threads, candidate, trace, seconds, error, taken = row
     if not all(isinstance(t, str) for t in (task, target, version, device, candidate, trace, error)):
         return None

@@ -1,11 +1,12 @@
 """A model of a layer's run times, learned from measurements: gradient-boosted trees, like the cost models of AutoTVM
 and MetaSchedule (Chen et al., 2018, "Learning to Optimize Tensor Programs").
 
-There are two models of the same measurements. One sees only knobs, and scores thousands of vectors in milliseconds. The
-other also sees what the space says of kernels, which have to be decoded (milliseconds each), and ranks the vectors that
-the first has chosen. All tuners with a surrogate use this one. It starts without knowledge, except for experience with
-other layers: knobs differ between layers, but kernels are described in the same way for all of them, so the second
-model can learn from other layers. Its scores of unmeasured kernels then teach the first model.
+There are two models of the same measurements. The first only uses knobs, and scores thousands of vectors in
+milliseconds. The second also uses descriptions of kernels, which have to be decoded (milliseconds each), and ranks the
+vectors that the first one has selected. All tuners with a surrogate use this module. The models start without
+knowledge, except for experience with other layers: knobs differ between layers, but descriptions of kernels have the
+same meaning for all, so the second model can learn from other layers. Its scores of unmeasured kernels then teach the
+first model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from xrlflow.tuning.tuners.protocol import Measurement
 if TYPE_CHECKING:
     import xgboost
 
-# With fewer measurements, or fewer that worked, there is nothing to learn from.
+# With fewer measurements, or fewer different times among them, there is nothing to learn from.
 _FEWEST, _FEWEST_FINE = 8, 2
 _ROUNDS = 60
 _PARAMETERS = {
@@ -46,7 +47,7 @@ _EXPERIENCE = 128.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """Measurements of layers: kernels as a space describes them, [N, width], and their scores, [N]."""
+    """Measurements of layers: descriptions of kernels (`DesignSpace.described`), [N, width], and their scores, [N]."""
 
     kernels: Floats
     scores: Floats
@@ -67,9 +68,9 @@ class Experience:
 
 
 class Surrogate:
-    """Scores of kernels: the best measured time divided by their own. 1 is as good as the best, 0 is a failure.
+    """Scores of kernels: the best measured time divided by the kernel's own. 1 is as good as the best, 0 is a failure.
 
-    `experience`: with other layers, if there is any.
+    `experience`: measurements of other layers, if there are any.
     """
 
     def __init__(self, space: DesignSpace, seed: int, experience: Experience | None = None) -> None:
@@ -79,7 +80,7 @@ class Surrogate:
             raise ValueError("the experience is of another version")
         self._candidates: dict[str, Candidate] = {}
         self._seconds: dict[str, float] = {}
-        # Decoded, but not measured.
+        # Kernels that were decoded, but not measured.
         self._supposed: dict[str, Candidate] = {}
         self._descriptions: dict[str, Floats] = {}
         self._by_knobs: xgboost.Booster | None = None
@@ -96,7 +97,8 @@ class Surrogate:
             self._by_knobs = self._by_kernel = None
 
     def suppose(self, candidates: Sequence[Candidate]) -> None:
-        """Let the model of knobs learn the scores that the model of kernels gives these, until they are measured."""
+        """Let the model of knobs learn the scores of these kernels according to the model of kernels, until they are
+        measured."""
         fresh = [c for c in candidates if c.key not in self._seconds]
         if fresh:
             self._supposed |= {c.key: c for c in fresh}
@@ -123,27 +125,28 @@ class Surrogate:
         return _vectors([self._candidates[key] for _, key in order[:count]])
 
     def promising(self, count: int) -> list[tuple[Vector, float]]:
-        """The vectors of the best supposed kernels with their scores, best first."""
+        """The vectors of the best supposed kernels (see `suppose`) with their scores, best first."""
         supposed = list(self._supposed.values())
         scores = self.rank(supposed)
         order = np.argsort(-scores, kind="stable")[:count]
         return list(zip(_vectors([supposed[i] for i in order]), scores[order].tolist()))
 
     def predict(self, vectors: Indices | Sequence[Vector]) -> Floats:
-        """Scores of normal vectors [N, K], valid or not, without decoding them: [N]. Zeros if it is not ready."""
+        """Scores of vectors [N, K], without decoding them: [N]. They are zeros if the surrogate is not ready."""
         if not self.ready:
             return np.zeros(len(vectors), np.float32)
         if self._by_knobs is None:
-            known, supposed = self._candidates, list(self._supposed.values())
-            places = _vectors([*known.values(), *supposed])
-            if not places:
+            measured, supposed = self._candidates, list(self._supposed.values())
+            vectors_known = _vectors([*measured.values(), *supposed])
+            if not vectors_known:
                 return np.zeros(len(vectors), np.float32)
-            scores = np.concatenate([self._scores(known), self.rank(supposed)])
-            self._by_knobs = self._train(self.space.features(places), scores)
+            scores = np.concatenate([self._scores(measured), self.rank(supposed)])
+            self._by_knobs = self._train(self.space.features(vectors_known), scores)
         return self._ask(self._by_knobs, self.space.features(vectors))
 
     def rank(self, candidates: Sequence[Candidate]) -> Floats:
-        """Scores of decoded candidates, by their knobs and descriptions: [N]. Zeros if it is not ready."""
+        """Scores of decoded candidates, by their knobs and descriptions: [N]. They are zeros if the surrogate is not
+        ready."""
         if not self.ready or not candidates:
             return np.zeros(len(candidates), np.float32)
         if self._by_kernel is None:
@@ -151,18 +154,18 @@ class Surrogate:
         return self._ask(self._by_kernel, self._describe(candidates))
 
     def _learn_kernels(self) -> xgboost.Booster:
-        known, others = list(self._candidates.values()), self._others
-        own = self._describe(known) if known else None
+        measured, others = list(self._candidates.values()), self._others
+        own = self._describe(measured) if measured else None
         if not len(others):
             assert own is not None
             return self._train(own, self._scores(self._candidates))
-        # Experience with other layers has no knobs of this layer: they are missing.
+        # Experience with other layers has no knobs of this layer: these features are missing.
         width = len(self.space.features([(0,) * len(self.space.knobs)])[0])
         blank = np.full((len(others), width), np.nan, np.float32)
         theirs = np.concatenate([blank, others.kernels], axis=1)
         if own is None:
             return self._train(theirs, others.scores)
-        # No weight is below 1: with the minimum weight of a leaf, rare cases would have no effect.
+        # No weight is below 1: because of the minimum weight of a leaf, rare cases would have no effect otherwise.
         weights = np.full(len(own), max(1.0, len(others) / _EXPERIENCE), np.float32)
         return self._train(
             np.concatenate([own, theirs]),
@@ -182,7 +185,7 @@ class Surrogate:
         return np.concatenate([knobs, self._described(candidates)], axis=1)
 
     def _described(self, candidates: Sequence[Candidate]) -> Floats:
-        """What the space says of kernels, [N, width], remembered."""
+        """The descriptions of kernels, [N, width], from a cache."""
         fresh = [c for c in candidates if c.key not in self._descriptions]
         if fresh:
             self._descriptions |= zip((c.key for c in fresh), self.space.described(fresh))
@@ -196,12 +199,12 @@ class Surrogate:
 
     @staticmethod
     def _ask(model: xgboost.Booster, features: Floats) -> Floats:
-        found: Floats = model.inplace_predict(features)
-        return found
+        scores: Floats = model.inplace_predict(features)
+        return scores
 
 
 def _vectors(candidates: Sequence[Candidate]) -> list[Vector]:
-    """Those of candidates of the space, which all have one."""
-    found = [candidate.vector for candidate in candidates if candidate.vector is not None]
-    assert len(found) == len(candidates), "a kernel of another space"
-    return found
+    """The vectors of candidates of this space."""
+    vectors = [candidate.vector for candidate in candidates if candidate.vector is not None]
+    assert len(vectors) == len(candidates), "a kernel of another space"
+    return vectors

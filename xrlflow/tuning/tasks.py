@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class TaskError(ValueError):
-    """This cannot be tuned."""
+    """A module cannot be tuned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One kernel to tune: a module with one function, `main`, and its target. `mod`: None if its kernels are no
-    schedules of a module, but written as a whole.
+    """One kernel to tune: a module with one function, `main`, and its target. `mod`: None if the task's kernels are
+    generated, and not schedules of one module.
 
-    `weight`: how often the model calls it. `key`: equal, in every process, for equal structure and target, whatever the
-    names are. Measurements of a task are stored under it.
+    `weight`: how often the model calls it. `key`: a name under which measurements are stored; it is equal, in every
+    process, for equal structure and target, and does not depend on names.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Task:
 
     @staticmethod
     def of(name: str, kernel: IRModule | PrimFunc, target: Target, weight: int = 1) -> Task:
-        """The task of a function, or of a module that holds just one. Raises TaskError for anything else."""
+        """The task of a function, or of a module with one function only. Raises TaskError for anything else."""
         package = tvm()
         functions = [kernel] if isinstance(kernel, package.tirx.PrimFunc) else list(kernel.functions.values())
         if len(functions) != 1 or not isinstance(functions[0], package.tirx.PrimFunc):
@@ -60,15 +60,15 @@ class Task:
 def extract_tasks(mod: IRModule, target: Target) -> list[Task]:
     """The tasks of a Relax module whose operators are legalised and fused.
 
-    Equal ones are merged, with their weights.
+    Equal tasks are merged, and their weights added.
     """
     meta = tvm().s_tir.meta_schedule
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     for extracted in meta.relax_integration.extract_tasks(mod, target, {}):
         task = Task.of(str(extracted.task_name), extracted.dispatched[0], target, int(extracted.weight))
-        known = found.get(task.key)
-        found[task.key] = replace(known, weight=known.weight + task.weight) if known else task
-    return list(found.values())
+        earlier = tasks.get(task.key)
+        tasks[task.key] = replace(earlier, weight=earlier.weight + task.weight) if earlier else task
+    return list(tasks.values())
 
 
 def module_key(mod: IRModule) -> str:
@@ -77,7 +77,7 @@ def module_key(mod: IRModule) -> str:
 
 
 def target_text(target: Target) -> str:
-    """A target as JSON with sorted keys: in TVM's text the order of attributes varies."""
+    """A target as JSON with sorted keys. (In TVM's own text the order of attributes varies.)"""
     return json.dumps(json.loads(str(target)), sort_keys=True, separators=(",", ":"))
 
 

@@ -1,8 +1,8 @@
-"""What is done in the processes that build and run candidates for a pool.
+"""The code of the processes that build and run candidates for a pool.
 
 They are forked from a process that has loaded TVM (3 s, 400 MB) and runs no candidate itself. Forking a worker takes a
-few milliseconds, so a candidate that kills its worker costs little. The answer to a job is `Failed` if it raises an
-exception. The pool notices crashes and hangs.
+few milliseconds, so a candidate that kills its worker costs little. If a job raises an exception, the reply is
+`Failed`. The pool notices crashes and hangs.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Timing:
     """How a kernel is timed.
 
     A sample is the mean of as many successive calls as take `sample_ms`. There are `samples` of them, fewer if all
-    would exceed `limit_ms`, and twice as many if they disagree; `steady` says what is dropped.
+    would exceed `limit_ms`, and twice as many if they disagree. Slow samples are dropped (see `steady`).
 
     `flush`: time as between the other kernels of a model. Before each sample, which is then a single call, the private
-    caches of the cores are filled with other data; shared caches keep the kernel's weights, unless `others` bytes of
-    other data replace them: the weights of a model that is larger than they are. On a remote device, which has only
+    caches of the cores are filled with other data. Shared caches keep the kernel's weights, unless `others` bytes of
+    other data replace them, as in a model that is larger than these caches. On a remote device, where there is only
     TVM, TVM removes the kernel's operands (except the first) from all caches.
     """
 
@@ -70,7 +70,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Compile a module for a target (both in TVM's JSON) to a shared library at `path`.
+    """A job: compile a module for a target (both in TVM's JSON) to a shared library at `path`.
 
     `elsewhere`: the library is loaded on another machine, and must name the libraries that it needs.
     """
@@ -83,7 +83,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Time the library at `path` on arguments that the worker makes."""
+    """A job: time the library at `path` on arguments that the worker makes."""
 
     path: str
     arguments: tuple[Argument, ...]
@@ -92,7 +92,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunThere:
-    """Like Run, but on a remote device, for at most `seconds`, with `threads` threads. `patience`: see `connect`."""
+    """A job like `Run`, but on a remote device, for at most `seconds`, with `threads` threads. `patience`: see
+    `connect`."""
 
     path: str
     arguments: tuple[Argument, ...]
@@ -105,9 +106,10 @@ class RunThere:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Time libraries in turns, one sample of each in a round: what changes the processor's rate changes it for all.
+    """A job: time libraries in turns, one sample of each in a round, so that a change of the processor's clock rate
+    changes it for all.
 
-    There are as many rounds as `timing` has samples; fewer, if all would exceed its limit.
+    There are as many rounds as `timing` has samples, but fewer if all would exceed its limit.
     """
 
     kernels: tuple[tuple[str, tuple[Argument, ...]], ...]
@@ -116,7 +118,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Call the library at `path` once, with `inputs` for its first parameters, and zeros for the others."""
+    """A job: call the library at `path` once, with `inputs` for its first parameters, and zeros for the others."""
 
     path: str
     arguments: tuple[Argument, ...]
@@ -125,35 +127,35 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The data types and shapes of the kernel's parameters."""
+    """The reply to `Build`: the data types and shapes of the kernel's parameters."""
 
     arguments: tuple[Argument, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Seconds of one call, for each sample."""
+    """The reply to `Run` and `RunThere`: seconds of one call, for each sample."""
 
     seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RanInTurns:
-    """For each round, the seconds of one call of each kernel."""
+    """The reply to `Turns`: for each round, the seconds of one call of each kernel."""
 
     seconds: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The parameters after the inputs, after the call."""
+    """The reply to `Evaluate`: the parameters after the inputs, as they are after the call."""
 
     outputs: tuple[Array, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job raised an exception. `error` is one line. `fatal`: others would fail, too."""
+    """The reply to a job that raised an exception. `error` is one line. `fatal`: other jobs would fail, too."""
 
     error: str
     fatal: bool = False
@@ -168,8 +170,8 @@ def paths_of(job: Job) -> tuple[str, ...]:
     return tuple(path for path, _ in job.kernels) if isinstance(job, Turns) else (job.path,)
 
 
-def moved(job: Job, paths: Sequence[str]) -> Job:
-    """A job whose libraries are at other paths."""
+def relocated(job: Job, paths: Sequence[str]) -> Job:
+    """The job with its libraries at other paths."""
     if isinstance(job, Turns):
         kernels = zip(paths, (arguments for _, arguments in job.kernels), strict=True)
         return replace(job, kernels=tuple(kernels))
@@ -180,8 +182,8 @@ def moved(job: Job, paths: Sequence[str]) -> Job:
 def steady(samples: Sequence[float]) -> tuple[float, ...]:
     """`samples` without those that other programs have slowed down: more than 10% above the lower quartile.
 
-    A kernel is never faster than it can be, so the fast samples count, but not only the fastest. If most samples are
-    disturbed (two threads, and another program on one of the cores), the median would be wrong.
+    A kernel cannot be faster than it is without disturbance, so the fast samples count, but not only the fastest. The
+    median would be wrong if most samples are disturbed (two threads, and another program on one of the cores).
 
     >>> steady((1.0, 1.001, 0.999, 1.3))
     (1.0, 1.001, 0.999)
@@ -204,7 +206,7 @@ def build(job: Build) -> Built:
     from tvm.driver import build as lower_and_compile
 
     module = from_json(job.module)
-    # The kernel takes weights in the layout of its schedule: they are converted once per model, not in the kernel.
+    # The kernel expects weights in the layout of its schedule: a model converts them once, outside of the kernel.
     module = package.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(module)
     arguments = tuple(
         (str(info.dtype), tuple(int(size) for size in info.shape))
@@ -226,7 +228,7 @@ def build(job: Build) -> Built:
 
 
 def _link(compiled: str, library: str, triple: str | None = None) -> None:
-    """Link one object file to a shared library. `triple`: of the system of another machine.
+    """Link one object file to a shared library. `triple`: LLVM's name of the system of another machine.
 
     Raises ToolError if the linker fails.
     """
@@ -234,9 +236,11 @@ def _link(compiled: str, library: str, triple: str | None = None) -> None:
         command = [*_linker(), "-o", library, compiled, *_builtins()]
     else:
         command = [_linker_for(triple), "-shared", "-fPIC", "-o", library, compiled, "-lm"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    if done.returncode != 0:
-        raise ToolError(f"linking failed: {one_line(done.stderr)}")
+    result = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+    )
+    if result.returncode != 0:
+        raise ToolError(f"linking failed: {one_line(result.stderr)}")
 
 
 @functools.cache
@@ -248,7 +252,7 @@ def _linker_for(triple: str) -> str:
 
 @functools.cache
 def _linker() -> tuple[str, ...]:
-    """The plain linker (4 ms) if there is one, else the compiler's driver (25 ms)."""
+    """The plain linker (4 ms) if there is one, otherwise the compiler's driver (25 ms)."""
     if sys.platform == "linux" and (ld := shutil.which("ld")):
         return (ld, "-shared")
     if driver := _driver():
@@ -260,21 +264,22 @@ def _linker() -> tuple[str, ...]:
 def _driver() -> str | None:
     from tvm.support.cc import get_cc
 
-    found = get_cc()
-    return None if found is None else str(found)
+    command = get_cc()
+    return None if command is None else str(command)
 
 
 @functools.cache
 def _builtins() -> tuple[str, ...]:
-    """The compiler's support library, with conversions of half precision. The driver would add it by itself."""
+    """The compiler's support library, with conversions of half precision. (The compiler's driver would add it by
+    itself.)"""
     driver = _driver()
     if driver is None:
         return ()
-    done = subprocess.run(
+    result = subprocess.run(
         [driver, "-print-libgcc-file-name"], stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
-    path = done.stdout.strip()
-    return (path,) if done.returncode == 0 and Path(path).is_file() else ()
+    path = result.stdout.strip()
+    return (path,) if result.returncode == 0 and Path(path).is_file() else ()
 
 
 def run(job: Run) -> Ran:
@@ -294,30 +299,31 @@ def run_in_turns(job: Turns) -> RanInTurns:
     calls = []
     for path, arguments in job.kernels:
         library = package.runtime.load_module(path)
-        for place in enumerate(arguments):  # kernels share operands, but no kernel has one of them twice
-            if place not in filled:
-                filled[place] = _filled(*place[1], device)
-        mine = [filled[place] for place in enumerate(arguments)]
-        library["main"](*mine)
-        calls.append((library, mine))
+        for operand in enumerate(arguments):  # kernels share operands, but no kernel has the same one twice
+            if operand not in filled:
+                filled[operand] = _filled(*operand[1], device)
+        operands = [filled[operand] for operand in enumerate(arguments)]
+        library["main"](*operands)
+        calls.append((library, operands))
     _keep_apart()
     flush = _evicting(timing.others) if timing.flush else ""
     evaluators = [library.time_evaluator("main", device, 1, 1, f_preproc=flush) for library, _ in calls]
 
     def round_() -> tuple[float, ...]:
         return tuple(
-            max(float(evaluator(*mine).results[0]), 1e-9) for evaluator, (_, mine) in zip(evaluators, calls)
+            max(float(evaluator(*operands).results[0]), 1e-9)
+            for evaluator, (_, operands) in zip(evaluators, calls)
         )
 
-    found = [round_()]
-    rounds = min(timing.samples, max(1, int(timing.limit_ms / 1e3 / sum(found[0]))))
-    return RanInTurns((*found, *(round_() for _ in range(rounds - 1))))
+    rounds_so_far = [round_()]
+    rounds = min(timing.samples, max(1, int(timing.limit_ms / 1e3 / sum(rounds_so_far[0]))))
+    return RanInTurns((*rounds_so_far, *(round_() for _ in range(rounds - 1))))
 
 
 def run_there(job: RunThere) -> Ran:
     """Time a library on a remote device, in a session of its own, so that a crash affects no other session.
 
-    The device ends a session that takes too long. Raises DeviceError if the device is gone.
+    The device ends a session that takes too long. Raises DeviceError if the device has disappeared.
     """
     session = connect(job.remote, patience=job.patience, limit=job.seconds)
     try:
@@ -341,8 +347,8 @@ def _timed(
     flush: Callable[[], str],
     warm: Callable[[], None] | None = None,
 ) -> Ran:
-    """Time a library's kernel. `flush`: the name of the flushing function. `warm`: called when TVM's threads have
-    started."""
+    """Time a library's kernel. `flush`: returns the name of the flushing function. `warm`: called when TVM's threads
+    have started."""
     kernel = library["main"]
     start = time.perf_counter()
     kernel(*arguments)
@@ -350,11 +356,11 @@ def _timed(
     if warm is not None:
         warm()
     limit = timing.limit_ms / 1e3
-    if first >= limit:  # so slow that a cold start does not matter
+    if first >= limit:  # the kernel is so slow that a cold start does not matter
         return Ran((first,))
 
     def samples(number: int, repeat: int) -> list[float]:
-        # TVM makes one call before it measures: caches are warm unless they are flushed.
+        # TVM makes one call before it measures: so caches are warm unless they are flushed.
         evaluator = library.time_evaluator(
             "main",
             device,
@@ -367,27 +373,27 @@ def _timed(
     (once,) = samples(1, 1)
     number = 1 if timing.flush else max(1, math.ceil(timing.sample_ms / 1e3 / once))
     repeat = min(timing.samples, max(1, int(limit / (number * once))))
-    found = samples(number, repeat)
-    if not agree(found) and 2 * repeat * number * once <= limit:
-        found += samples(number, repeat)
-    return Ran(steady(found))
+    seconds_of_samples = samples(number, repeat)
+    if not agree(seconds_of_samples) and 2 * repeat * number * once <= limit:
+        seconds_of_samples += samples(number, repeat)
+    return Ran(steady(seconds_of_samples))
 
 
 @functools.cache
 def _evicting(others: int = 0) -> str:
-    """The name of a function for TVM's timer that fills the private caches of its threads' cores with other data, and
-    at least so many bytes of shared ones.
+    """The name of a function for TVM's timer. It fills the private caches of its threads' cores with other data, and at
+    least `others` bytes of the shared ones.
 
-    If all caches were emptied, weights would come from memory, as in a model larger than all caches: one row times
-    512x512 would take 27 us instead of 7, and the kernel that is best then made a model 1.8 times slower. Kernels that
-    are limited by memory differ little.
+    If all caches were emptied, weights would come from memory, which is only so in a model larger than all caches: one
+    row times 512x512 would take 27 us instead of 7, and the kernel that is best then made a model 1.8 times slower. For
+    kernels that are limited by memory it makes little difference.
     """
     package = tvm()
     import tvm_ffi
     from tvm import te
 
     threads = int(tvm_ffi.get_global_func("runtime.NumThreads")())
-    # Read twice the size of the cache, and write as much: caches do not evict strictly by age.
+    # Twice the size of the cache is read, and as much written: caches do not evict strictly by age.
     size = max(2 * cache_levels().get(2, 1 << 20), others // threads)
     shape = (threads, size // 4)
     x = te.placeholder(shape, name="x")
@@ -408,8 +414,8 @@ def _evicting(others: int = 0) -> str:
 def _keep_apart() -> None:
     """Keep this thread off the CPUs of TVM's threads, with which it shares the work.
 
-    TVM pins each of its threads to a CPU, but not the calling thread. That is often on the CPU of one of them, and a
-    kernel with two threads then takes twice as long.
+    TVM pins each of its threads to a CPU, but not the calling thread. The calling thread is often on the CPU of another
+    one, and a kernel with two threads then takes twice as long.
     """
     if sys.platform != "linux" or len(allowed := os.sched_getaffinity(0)) == 1:
         return
@@ -421,10 +427,10 @@ def _keep_apart() -> None:
 
 
 def evaluate(job: Evaluate) -> Evaluated:
-    """Call a library once. Raises BackendError if it does not take the inputs."""
+    """Call a library once. Raises BackendError if the inputs do not fit its parameters."""
     library = tvm().runtime.load_module(job.path)
-    wanted = job.arguments[: len(job.inputs)]
-    for position, (array, (kind, shape)) in enumerate(zip(job.inputs, wanted, strict=True)):
+    expected = job.arguments[: len(job.inputs)]
+    for position, (array, (kind, shape)) in enumerate(zip(job.inputs, expected, strict=True)):
         if str(array.dtype) != kind or array.shape != shape:
             raise BackendError(
                 f"input {position} is {array.dtype}{list(array.shape)}, not {kind}{list(shape)}"
@@ -437,10 +443,10 @@ def evaluate(job: Evaluate) -> Evaluated:
 
 
 def _filled(kind: str, shape: tuple[int, ...], device: Any) -> Any:
-    """A tensor of harmless values: floats of ordinary size (denormals are slow), integers that are 1 (they may be
+    """A tensor of harmless values: floats of ordinary size (denormals are slow), and integers that are 1 (they may be
     indices or divisors)."""
     package = tvm()
-    if kind == "bfloat16":  # NumPy lacks it
+    if kind == "bfloat16":  # NumPy does not have it
         tensor = package.runtime.empty(shape, kind)
         package.get_global_func("tvm.contrib.random.random_fill_for_measure")(tensor)
         return tensor.copyto(device)
@@ -453,7 +459,8 @@ def _filled(kind: str, shape: tuple[int, ...], device: Any) -> Any:
 
 @functools.cache
 def load() -> Failed | None:
-    """Load everything that workers need, so that it is in memory when they are forked."""
+    """Load everything that workers need, so that it is in memory when they are forked. Returns an error if a tool is
+    missing."""
     try:
         tvm()
         importlib.import_module("tvm.driver")

@@ -1,9 +1,9 @@
-"""The predictor of the One-Shot Tuner, in NumPy: compilations need no torch.
+"""The predictor of the One-Shot Tuner, in NumPy, so that compilations need no torch.
 
-A transformer encoder over the tokens of a way, as in the paper (section 3.3: 3 layers, 4 heads): one token for each
-loop, each knob, the kernel, and the layer. The mean of the tokens gives a score: by how much the kernel is faster or
-slower than its analytic estimate says, as a standardised logarithm. (The paper's predicts throughput itself, and has
-neither estimates nor the kernel's token.)
+It is a transformer encoder over the tokens of a choice, as in the paper (section 3.3: 3 layers, 4 heads). There is one
+token for each loop, one for each knob, one for the kernel and one for the layer. The score is computed from the mean of
+all tokens. It says by how much the kernel is faster than its analytic estimate, as a standardised logarithm. (The
+paper's model predicts throughput itself, and has neither estimates nor the kernel's token.)
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 KNOB_TOKENS = KNOB_FEATURES - ALGORITHMS
 COUNT = LOOPS + KNOB_TOKENS + 2
-"""The tokens of a way."""
+"""The number of tokens of a choice."""
 _KIND = "one-shot predictor"
 _EPSILON = 1e-5
-# Ways that are looked at together, so that activations stay in the caches.
+# The number of choices that are scored at a time, so that activations stay in the caches.
 _BATCH = 512
 
 
@@ -62,24 +62,25 @@ class Shape:
     def arrays(self) -> dict[str, tuple[int, ...]]:
         """The names and shapes of the weights."""
         d, h = self.width, self.hidden
-        found: dict[str, tuple[int, ...]] = {
+        shapes: dict[str, tuple[int, ...]] = {
             "loop": (LOOP_FEATURES, d), "loops": (LOOPS, d), "knob": (KNOB_TOKENS, d), "knobs": (KNOB_TOKENS, d),
             "algorithm": (ALGORITHMS, d), "kernel": (KERNEL_FEATURES, d), "kernel.bias": (d,),
             "task": (TASK_FEATURES, d), "task.bias": (d,), "norm.weight": (d,),
             "norm.bias": (d,), "head": (d, h), "head.bias": (h,), "score": (h, 1), "score.bias": (1,),
         }  # fmt: skip
         for i in range(self.layers):
-            found |= {
+            shapes |= {
                 f"{i}.norm1.weight": (d,), f"{i}.norm1.bias": (d,), f"{i}.in": (d, 3 * d), f"{i}.in.bias": (3 * d,),
                 f"{i}.out": (d, d), f"{i}.out.bias": (d,), f"{i}.norm2.weight": (d,), f"{i}.norm2.bias": (d,),
                 f"{i}.up": (d, h), f"{i}.up.bias": (h,), f"{i}.down": (h, d), f"{i}.down.bias": (d,),
             }  # fmt: skip
-        return found
+        return shapes
 
 
 @dataclass(frozen=True, slots=True)
 class Standard:
-    """The mean and deviation of log2 of the estimated time over the seconds, of the kernels it was trained with."""
+    """The mean and deviation of log2(estimated time / seconds) over the kernels with which the predictor was
+    trained."""
 
     mean: float
     deviation: float
@@ -87,7 +88,7 @@ class Standard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """Predicts the times of ways. `about`: what it was trained with, such as the processor."""
+    """Predicts the times of choices. `about`: the data with which it was trained, such as the processor."""
 
     shape: Shape
     weights: Mapping[str, Floats]
@@ -95,7 +96,7 @@ class Predictor:
     about: Mapping[str, Any]
 
     def scores(self, tokens: Tokens) -> Floats:
-        """Of N ways of a layer, the standardised logarithms of their estimates over their times: [N]."""
+        """For N choices of a layer, the standardised logarithms of estimate / time: [N]."""
         parts = [
             self._scores(tokens.some(np.arange(i, min(i + _BATCH, len(tokens)))))
             for i in range(0, len(tokens), _BATCH)
@@ -103,10 +104,10 @@ class Predictor:
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     def seconds(self, tokens: Tokens) -> npt.NDArray[np.float64]:
-        """The predicted seconds of N ways of a layer: [N]."""
+        """The predicted seconds of N choices of a layer: [N]."""
         rates = self.standard.mean + self.standard.deviation * self.scores(tokens).astype(np.float64)
-        found: npt.NDArray[np.float64] = np.exp2(tokens.estimates.astype(np.float64) - rates)
-        return found
+        seconds: npt.NDArray[np.float64] = np.exp2(tokens.estimates.astype(np.float64) - rates)
+        return seconds
 
     def _scores(self, tokens: Tokens) -> Floats:
         w = self.weights
@@ -121,40 +122,40 @@ class Predictor:
             inner = _normalised(x, w, f"{i}.norm2") @ w[f"{i}.up"] + w[f"{i}.up.bias"]
             x = x + np.maximum(inner, 0) @ w[f"{i}.down"] + w[f"{i}.down.bias"]
         mean = _normalised(x.mean(axis=1), w, "norm")
-        found: Floats = (np.maximum(mean @ w["head"] + w["head.bias"], 0) @ w["score"] + w["score.bias"])[
+        scores: Floats = (np.maximum(mean @ w["head"] + w["head.bias"], 0) @ w["score"] + w["score.bias"])[
             :, 0
         ]
-        return found
+        return scores
 
     def _attended(self, x: Floats, i: int) -> Floats:
-        """Attention of all tokens of a way to each other, [N, COUNT, width]."""
+        """Attention of all tokens of a choice to each other, [N, COUNT, width]."""
         w, heads = self.weights, self.shape.heads
         size, count, width = x.shape
         each = (x @ w[f"{i}.in"] + w[f"{i}.in.bias"]).reshape(size, count, 3, heads, width // heads)
         q, k, v = each.transpose(2, 0, 3, 1, 4)
         logits = q @ k.transpose(0, 1, 3, 2) / np.float32(math.sqrt(width // heads))
-        chances = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        chances /= chances.sum(axis=-1, keepdims=True)
-        mixed = (chances @ v).transpose(0, 2, 1, 3).reshape(size, count, width)
-        found: Floats = mixed @ w[f"{i}.out"] + w[f"{i}.out.bias"]
-        return found
+        probabilities = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        probabilities /= probabilities.sum(axis=-1, keepdims=True)
+        mixed = (probabilities @ v).transpose(0, 2, 1, 3).reshape(size, count, width)
+        attended: Floats = mixed @ w[f"{i}.out"] + w[f"{i}.out.bias"]
+        return attended
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file. Raises CheckpointError if that fails."""
+        """Write the predictor to a file. Raises CheckpointError if that fails."""
         config = {"shape": asdict(self.shape), "standard": asdict(self.standard), "about": dict(self.about)}
         save_checkpoint(Checkpoint(_KIND, config, dict(self.weights)), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a predictor. Raises CheckpointError if the file is not one, is damaged, or of another version."""
-        found = load_checkpoint(path, _KIND)
+        checkpoint = load_checkpoint(path, _KIND)
         try:
-            shape, standard = Shape(**found.config["shape"]), Standard(**found.config["standard"])
-            about = dict(found.config["about"])
+            shape, standard = Shape(**checkpoint.config["shape"]), Standard(**checkpoint.config["standard"])
+            about = dict(checkpoint.config["about"])
             numbers = float(standard.mean), float(standard.deviation)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: its configuration is damaged: {error}") from error
-        weights = {name: np.asarray(array) for name, array in found.tensors.items()}
+        weights = {name: np.asarray(array) for name, array in checkpoint.tensors.items()}
         if {name: array.shape for name, array in weights.items()} != shape.arrays():
             raise CheckpointError(f"{path} is a predictor of another version of xrlflow")
         finite = all(np.isfinite(array).all() and array.dtype == np.float32 for array in weights.values())
@@ -170,14 +171,14 @@ def shipped() -> Predictor:
 
 
 def for_compiling(machine: Machine) -> Predictor | None:
-    """The predictor with which compilations for a machine choose kernels, if it was shown to be better than the
-    estimates there, with as many threads. None: estimates choose."""
-    found = shipped()
-    return found if f"{machine.cpu}:{machine.cores}" in found.about["better_on"] else None
+    """The predictor with which compilations for a machine choose kernels, if it was shown to be better than estimates
+    on that processor with as many threads; None: estimates choose."""
+    predictor = shipped()
+    return predictor if f"{machine.cpu}:{machine.cores}" in predictor.about["better_on"] else None
 
 
 def _normalised(x: Floats, weights: Mapping[str, Floats], name: str) -> Floats:
     centred = x - x.mean(axis=-1, keepdims=True)
     scaled = centred / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + np.float32(_EPSILON))
-    found: Floats = scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
-    return found
+    normalised: Floats = scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+    return normalised

@@ -20,22 +20,23 @@ from xrlflow.tuning.one_shot.tokens import ALGORITHMS, Tokens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """Kernels of a layer: their tokens, and the seconds that they took, [N]."""
+    """Measured kernels of a layer: their tokens, and their seconds, [N]."""
 
     tokens: Tokens
     seconds: npt.NDArray[np.float64]
 
     @property
     def rates(self) -> npt.NDArray[np.float64]:
-        """The logarithm (base 2) of how much of the estimated time passes in a second, [N]."""
-        found: npt.NDArray[np.float64] = self.tokens.estimates.astype(np.float64) - np.log2(self.seconds)
-        return found
+        """The logarithm (base 2) of estimated time / seconds, [N]."""
+        rates: npt.NDArray[np.float64] = self.tokens.estimates.astype(np.float64) - np.log2(self.seconds)
+        return rates
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """`layers` in a batch, and of each at most so many `ways`. `ranking`: the weight of the ranking loss beside the
-    squared error (0: none); with `squared` False there is no squared error. The learning rate follows a cosine."""
+    """A batch has `layers` layers, with at most `choices` choices of each. `ranking`: the weight of the ranking loss
+    next to the squared error (0: none); with `squared` False there is no squared error. The learning rate follows a
+    cosine."""
 
     steps: int = 4000
     layers: int = 8
@@ -54,7 +55,7 @@ class TrainingConfig:
 
 
 class Network(nn.Module):
-    """What `Predictor` computes, in torch."""
+    """The network of `Predictor`, in torch."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         super().__init__()
@@ -69,11 +70,11 @@ class Network(nn.Module):
         return to_arrays({name: parameter.detach() for name, parameter in named.items()})
 
     def _of(self, name: str) -> Tensor:
-        found: Tensor = self.arrays[name.replace(".", "_")]
-        return found
+        parameter: Tensor = self.arrays[name.replace(".", "_")]
+        return parameter
 
     def forward(self, loops: Tensor, knobs: Tensor, kernel: Tensor, task: Tensor) -> Tensor:
-        """Scores [N] of ways: loops [N, LOOPS, .], knobs [N, .], the kernel and the layer of each, [N, .]."""
+        """Scores [N] of choices: loops [N, LOOPS, .], knobs [N, .], the kernel and the layer of each, [N, .]."""
         w = self._of
         kinds = (knobs[:, :ALGORITHMS] @ w("algorithm")).unsqueeze(1)
         tokens = [
@@ -120,7 +121,7 @@ def _initial(name: str, size: tuple[int, ...], generator: torch.Generator) -> Te
 
 
 Listener = Callable[[int, float], None]
-"""Called with the number of steps, and the mean loss of the latest ones."""
+"""A function that is called with the number of steps, and the mean loss of the latest 100."""
 
 
 def train(
@@ -143,7 +144,7 @@ def train(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
     rng, recent = np.random.default_rng(seed), 0.0
     for step in range(config.steps):
-        batch = _drawn(measured, targets, standard, config, rng)
+        batch = _random_batch(measured, targets, standard, config, rng)
         scores = network(*batch.inputs)
         loss = _loss(scores, batch, config)
         optimizer.zero_grad()
@@ -160,7 +161,7 @@ def train(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Ways of several layers; `owner`: the layer of each. `estimates`: logarithms, in the unit of the targets."""
+    """Choices of several layers. `owner`: the layer of each. `estimates`: logarithms, in the unit of the targets."""
 
     inputs: tuple[Tensor, Tensor, Tensor, Tensor]
     targets: Tensor
@@ -168,7 +169,7 @@ class _Batch:
     owner: Tensor
 
 
-def _drawn(
+def _random_batch(
     measured: Sequence[Measured],
     targets: Sequence[npt.NDArray[np.float32]],
     standard: Standard,
@@ -176,34 +177,34 @@ def _drawn(
     rng: np.random.Generator,
 ) -> _Batch:
     layers = rng.choice(len(measured), size=min(config.layers, len(measured)), replace=False)
-    loops, knobs, kernels, tasks, wanted, estimates, owner = [], [], [], [], [], [], []
+    loops, knobs, kernels, tasks, batch_targets, estimates, owner = [], [], [], [], [], [], []
     for i in layers:
         tokens = measured[i].tokens
-        places = rng.permutation(len(tokens))[: config.choices]
-        loops.append(tokens.loops[places])
-        knobs.append(tokens.knobs[places])
-        kernels.append(tokens.kernel[places])
-        tasks.append(np.repeat(tokens.task[None], len(places), axis=0))
-        wanted.append(targets[i][places])
-        estimates.append(tokens.estimates[places] / np.float32(standard.deviation))
-        owner.append(np.full(len(places), i))
+        positions = rng.permutation(len(tokens))[: config.choices]
+        loops.append(tokens.loops[positions])
+        knobs.append(tokens.knobs[positions])
+        kernels.append(tokens.kernel[positions])
+        tasks.append(np.repeat(tokens.task[None], len(positions), axis=0))
+        batch_targets.append(targets[i][positions])
+        estimates.append(tokens.estimates[positions] / np.float32(standard.deviation))
+        owner.append(np.full(len(positions), i))
     parts = [torch.from_numpy(np.concatenate(some)) for some in (loops, knobs, kernels, tasks)]
     return _Batch(
-        (parts[0], parts[1], parts[2], parts[3]), torch.from_numpy(np.concatenate(wanted)),
+        (parts[0], parts[1], parts[2], parts[3]), torch.from_numpy(np.concatenate(batch_targets)),
         torch.from_numpy(np.concatenate(estimates)), torch.from_numpy(np.concatenate(owner)),
     )  # fmt: skip
 
 
 def _loss(scores: Tensor, batch: _Batch, config: TrainingConfig) -> Tensor:
-    """The squared error, and of pairs of ways of one layer the logistic loss of their order, weighted by how far apart
-    they are (as in LambdaRank, Burges 2010)."""
+    """The squared error, plus a ranking loss: for each pair of choices of one layer, the logistic loss of their order,
+    weighted by the difference of their speeds (as in LambdaRank, Burges 2010)."""
     total = functional.mse_loss(scores, batch.targets) if config.squared else torch.zeros(())
     if config.ranking:
-        speeds, found = batch.targets - batch.estimates, scores - batch.estimates
+        speeds, predicted = batch.targets - batch.estimates, scores - batch.estimates
         apart = speeds[:, None] - speeds[None, :]
         pairs = (batch.owner[:, None] == batch.owner[None, :]) & (apart > 0)
         weights = apart[pairs].clamp(max=1.0)
-        logits = (found[:, None] - found[None, :])[pairs]
+        logits = (predicted[:, None] - predicted[None, :])[pairs]
         ranked = (weights * functional.softplus(-4.0 * logits)).sum() / weights.sum().clamp(min=1e-6)
         total = total + config.ranking * ranked
     return total

@@ -1,1 +1,1 @@
-"""Tuners: what is measured next."""
+"""Tuners, which propose the candidates that are measured next."""

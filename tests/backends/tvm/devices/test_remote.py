@@ -241,13 +241,13 @@ def test_tuned_on_the_device(board: Board, file: Path, tmp_path: Path) -> None:
         for theirs, ours in zip(loaded.run(FEEDS), runtime.run(FEEDS), strict=True):
             np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
     with Store(place) as store:
-        settings = {record.setting for key in store.tasks() for record in store.known(key)}
+        settings = {record.setting for key in store.tasks() for record in store.records(key)}
     assert {setting.device for setting in settings} == {str(board.remote)}
     # What the device did says nothing about this machine, but is known for the device.
     here = api.tune(file, **options, measure=False, verify=False)  # type: ignore[arg-type]
     assert here.result.tuning.measured == 4
     with Store(place) as store:
-        settings = {record.setting for key in store.tasks() for record in store.known(key)}
+        settings = {record.setting for key in store.tasks() for record in store.records(key)}
     assert {setting.device for setting in settings} == {str(board.remote), cpu_name()}
     again = api.tune(file, remote=board.remote, **options, measure=False, verify=False)  # type: ignore[arg-type]
     assert again.result.tuning.measured == 0
@@ -402,7 +402,7 @@ def test_a_server_killed_while_tuning(file: Path, tmp_path: Path, monkeypatch: p
             )
         assert isinstance(raised.value.__cause__, PoolError)
         with Store(place) as store:
-            measured = [record for key in store.tasks() for record in store.known(key)]
+            measured = [record for key in store.tasks() for record in store.records(key)]
         assert len([record for record in measured if record.error is None]) >= 3
     finally:
         board.close()
