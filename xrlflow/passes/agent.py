@@ -56,10 +56,10 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid size, which a damaged file may have."""
-        for name, most in _MOST.items():
+        for name, limit in _MOST.items():
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"an agent's {name} is an integer of 1 to {most}, not {value!r}")
+            if type(value) is not int or not 1 <= value <= limit:
+                raise ValueError(f"an agent's {name} is an integer of 1 to {limit}, not {value!r}")
 
     def episode(self, **changes: Any) -> Configuration:
         """The configuration of environments for this agent, with `changes`."""
@@ -78,13 +78,13 @@ class Agent(nn.Module):
         self.about: dict[str, Any] = {}
         count, width = len(self.passes), config.width
         self.recent = nn.Embedding(count + 1, _RECENT)
-        seen = FIGURES + len(self.opcodes) + 1 + COMPUTATIONS + count + HISTORY * _RECENT + count + 1
+        inputs = FIGURES + len(self.opcodes) + 1 + COMPUTATIONS + count + HISTORY * _RECENT + count + 1
         self.graph: GraphEncoder | None = None
         if config.network is Network.GRAPH:
             self.graph = GraphEncoder(len(self.opcodes) + 1, config.graph_width, config.rounds)
-            seen += 2 * config.graph_width
+            inputs += 2 * config.graph_width
         self.body = nn.Sequential(
-            orthogonal(nn.Linear(seen, width)), nn.Tanh(), orthogonal(nn.Linear(width, width)), nn.Tanh()
+            orthogonal(nn.Linear(inputs, width)), nn.Tanh(), orthogonal(nn.Linear(width, width)), nn.Tanh()
         )
         self.policy = orthogonal(nn.Linear(width, count + 1), 0.01)
         self.value = orthogonal(nn.Linear(width, 1), 1.0)
@@ -141,24 +141,27 @@ class Agent(nn.Module):
             "network": self.config.network.value,
             "masking": self.config.masking.value,
         }
-        held = {
+        content = {
             "config": config,
             "passes": self.passes,
             "opcodes": self.opcodes,
             "about": dict(about or self.about),
         }
-        save_checkpoint(Checkpoint(KIND, held, to_arrays(self.state_dict())), path)
+        save_checkpoint(Checkpoint(KIND, content, to_arrays(self.state_dict())), path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Agent:
         """Read an agent. Raises CheckpointError if the file is damaged, or has no agent."""
         checkpoint = load_checkpoint(path, KIND)
-        held = checkpoint.config
+        content = checkpoint.config
         try:
-            given = dict(held["config"])
-            given["network"], given["masking"] = Network(given["network"]), Masking(given["masking"])
-            agent = _empty(_names(held, "passes"), _names(held, "opcodes"), AgentConfig(**given))
-            agent.about = dict(held["about"])
+            arguments = dict(content["config"])
+            arguments["network"], arguments["masking"] = (
+                Network(arguments["network"]),
+                Masking(arguments["masking"]),
+            )
+            agent = _empty(_names(content, "passes"), _names(content, "opcodes"), AgentConfig(**arguments))
+            agent.about = dict(content["about"])
             tensors = to_tensors(checkpoint.tensors)
             check_weights(agent, tensors)
         except (KeyError, TypeError, ValueError) as error:
@@ -168,10 +171,10 @@ class Agent(nn.Module):
         return agent
 
     def copy(self) -> Agent:
-        made = Agent(self.passes, self.opcodes, self.config)
-        made.load_state_dict(self.state_dict())
-        made.about = dict(self.about)
-        return made
+        agent = Agent(self.passes, self.opcodes, self.config)
+        agent.load_state_dict(self.state_dict())
+        agent.about = dict(self.about)
+        return agent
 
 
 def _empty(passes: Sequence[str], opcodes: Sequence[str], config: AgentConfig) -> Agent:
@@ -180,8 +183,8 @@ def _empty(passes: Sequence[str], opcodes: Sequence[str], config: AgentConfig) -
         return Agent(passes, opcodes, config)
 
 
-def _names(held: Mapping[str, Any], what: str) -> list[str]:
-    names = held[what]
+def _names(content: Mapping[str, Any], what: str) -> list[str]:
+    names = content[what]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"its {what} are no list of names")
     return names

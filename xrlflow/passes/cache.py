@@ -70,13 +70,13 @@ class Cache:
 
     def module(self, compiler: str, digest: str) -> Module | None:
         """A stored module; None if there is none. Its figures are those that this compiler computed."""
-        place = _place(compiler, digest)
-        rows = self._file.read("SELECT summary, data FROM module WHERE digest = ?", (place,))
+        key = _key(compiler, digest)
+        rows = self._file.read("SELECT summary, data FROM module WHERE digest = ?", (key,))
         if not rows:
             return None
         sealed, data = rows[-1]
         try:
-            if (summary := _opened(sealed, place, zlib.crc32(data))) is None:
+            if (summary := _opened(sealed, key, zlib.crc32(data))) is None:
                 return None
             return Module(digest, zlib.decompress(data), _summary(summary))
         except (zlib.error, ValueError, TypeError):  # the row is damaged: the pass will run again
@@ -85,11 +85,11 @@ class Cache:
     def put(self, compiler: str, before: str, name: str, outcome: Outcome, module: Module | None) -> None:
         """Store an outcome, and the new module if there is one."""
         if module is not None:
-            data, place = zlib.compress(module.data, 3), _place(compiler, module.digest)
-            summary = _sealed(json.dumps(astuple(module.summary)), place, zlib.crc32(data))
+            data, module_key = zlib.compress(module.data, 3), _key(compiler, module.digest)
+            summary = _sealed(json.dumps(astuple(module.summary)), module_key, zlib.crc32(data))
             self._file.write(
                 "INSERT OR REPLACE INTO module VALUES (?, ?, ?, ?, ?)",
-                (place, summary, data, len(data), time.time()),
+                (module_key, summary, data, len(data), time.time()),
             )
             self._new += 1
             if self._new % _LOOK == 0:
@@ -125,7 +125,7 @@ class Cache:
         self._file.close()
 
 
-def _place(compiler: str, digest: str) -> str:
+def _key(compiler: str, digest: str) -> str:
     """The key of a module. It includes the compiler, as another one may count operations differently."""
     return f"{compiler} {digest}"
 
@@ -147,7 +147,11 @@ def _opened(sealed: object, *parts: Any) -> str | None:
 
 
 def _summary(text: str) -> Summary:
-    operations, moved, flops, opcodes, computations = json.loads(text)
+    operations, bytes_accessed, flops, opcodes, computations = json.loads(text)
     return Summary(
-        operations, moved, flops, tuple((name, count) for name, count in opcodes), tuple(computations)
+        operations,
+        bytes_accessed,
+        flops,
+        tuple((name, count) for name, count in opcodes),
+        tuple(computations),
     )

@@ -127,15 +127,15 @@ class _Run:
     def learn(self) -> None:
         """Learn from one minibatch. The online network chooses the next action, the target network gives its value."""
         config = self.config
-        drawn = [self.memory[i] for i in self.generator.integers(len(self.memory), size=config.batch)]
-        following = [t.following for t in drawn]
+        batch = [self.memory[i] for i in self.generator.integers(len(self.memory), size=config.batch)]
+        following = [t.following for t in batch]
         with torch.no_grad():
-            chosen = self.online.scores(following)[0].argmax(1)
-            worth = self.target.scores(following)[0].gather(1, chosen[:, None]).squeeze(1)
-        rewards = torch.tensor([t.reward for t in drawn])
-        going = torch.tensor([not t.terminated for t in drawn])
-        wanted = rewards + config.gamma * torch.where(going, worth, torch.zeros_like(worth))
-        loss = nn.functional.smooth_l1_loss(self._valued(drawn), wanted)
+            best_actions = self.online.scores(following)[0].argmax(1)
+            worth = self.target.scores(following)[0].gather(1, best_actions[:, None]).squeeze(1)
+        rewards = torch.tensor([t.reward for t in batch])
+        going = torch.tensor([not t.terminated for t in batch])
+        targets = rewards + config.gamma * torch.where(going, worth, torch.zeros_like(worth))
+        loss = nn.functional.smooth_l1_loss(self._valued(batch), targets)
         if not bool(loss.isfinite()):
             raise TrainingError(f"the loss of deep Q-learning is {float(loss.detach())}")
         self.optimizer.zero_grad()
@@ -144,18 +144,18 @@ class _Run:
         self.optimizer.step()
         self.losses.append(float(loss.detach()))
 
-    def _valued(self, drawn: Sequence[_Transition]) -> Tensor:
+    def _valued(self, batch: Sequence[_Transition]) -> Tensor:
         """The online network's values of the actions in these transitions [B]."""
-        scores, _ = self.online.scores([t.observation for t in drawn])
-        return scores.gather(1, torch.tensor([[t.action] for t in drawn])).squeeze(1)
+        scores, _ = self.online.scores([t.observation for t in batch])
+        return scores.gather(1, torch.tensor([[t.action] for t in batch])).squeeze(1)
 
     def evaluate(self) -> dict[str, float]:
-        found = score(self.online, self.compiler, self.problems, self.config.teaching.metric)
-        if found < self.score:
-            self.best, self.score = self.online.copy(), found
+        result = score(self.online, self.compiler, self.problems, self.config.teaching.metric)
+        if result < self.score:
+            self.best, self.score = self.online.copy(), result
         recent = self.losses[-200:]
         return {
-            "evaluation/reduction": 1.0 - math.exp(found),
+            "evaluation/reduction": 1.0 - math.exp(result),
             "dqn/loss": float(np.mean(recent)) if recent else 0.0,
             "dqn/epsilon": self.config.rate(self.step),
         }

@@ -128,7 +128,7 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
         def box(*shape: int) -> spaces.Space[Any]:
             return spaces.Box(0.0, np.inf, shape, np.float32)
 
-        found: dict[str, spaces.Space[Any]] = {
+        boxes: dict[str, spaces.Space[Any]] = {
             "figures": box(FIGURES),
             "opcodes": box(len(self._numbers) + 1),
             "computations": box(COMPUTATIONS),
@@ -137,8 +137,8 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
             "action_mask": spaces.MultiBinary(count + 1),
         }
         if self.configuration.graph:
-            found["graph"] = spaces.Graph(box(7), box(1))
-        return found
+            boxes["graph"] = spaces.Graph(box(7), box(1))
+        return boxes
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -208,8 +208,8 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
         masking = self.configuration.masking
         if masking is Masking.ALL and self._module.digest not in self._idle:
             applied = self.compiler.apply_each(self._module, self.passes)
-            for number, found in enumerate(applied):
-                if not found.changed:
+            for number, result in enumerate(applied):
+                if not result.changed:
                     self._note(self._module, number)
             self._idle.setdefault(self._module.digest, set())
         if masking is not Masking.NONE:
@@ -224,10 +224,10 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
     def _difference(self) -> str | None:
         """How the outputs differ from the first module's; None if they do not. A difference is logged."""
         first = self._problem.module
-        if self._module == first or (found := self.compiler.compare(first, self._module)).equal:
+        if self._module == first or (comparison := self.compiler.compare(first, self._module)).equal:
             return None
         passes = ", ".join(self.passes[a] for a in self._trace)
-        message = f"{self._problem.name} after {passes}: {found.difference}"
+        message = f"{self._problem.name} after {passes}: {comparison.difference}"
         _log.error("a pass changed what a module computes: %s", message)
         return message
 
@@ -254,7 +254,7 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
             ],
             np.float32,
         )
-        found: Observation = {
+        observation: Observation = {
             "figures": figures,
             "opcodes": np.log2(1.0 + opcodes),
             "computations": np.log2(1.0 + sizes),
@@ -266,8 +266,8 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
             graph = self.compiler.graph(module)
             nodes = np.concatenate([graph.opcode[:, None].astype(np.float32), graph.x], axis=1)
             kinds = graph.edge_kind[:, None].astype(np.float32)
-            found["graph"] = GraphInstance(nodes, kinds, np.ascontiguousarray(graph.edge_index.T))
-        return found
+            observation["graph"] = GraphInstance(nodes, kinds, np.ascontiguousarray(graph.edge_index.T))
+        return observation
 
     def _information(
         self,
@@ -303,7 +303,7 @@ def first_difference(
         applied = compiler.apply(present, name)
         if applied.changed:
             present = applied.module
-            found = compiler.compare(module, present, seed)
-            if not found.equal:
-                return position, found.difference or "unknown"
+            comparison = compiler.compare(module, present, seed)
+            if not comparison.equal:
+                return position, comparison.difference or "unknown"
     return None

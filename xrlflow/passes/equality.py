@@ -55,7 +55,7 @@ _MOST = 1e-2  # of the number and of the largest number of its tensor: the limit
 
 def compared(
     reference: Draws,
-    found: Draws,
+    candidate: Draws,
     slack: Draws | None = None,
     wide: bool = False,
     decides: bool = True,
@@ -68,10 +68,10 @@ def compared(
     never compared, except for zeros, is not equal. `named`: outputs of the types for messages, if the reference has
     others. Raises CompilerError if nothing is compared, because the reference has only NaN and infinities.
     """
-    worst, seen, total = 0.0, 0, 0
+    worst, compared_count, total = 0.0, 0, 0
     blind: dict[str, bool] = {}
     unclear: dict[str, bool] = {}
-    for draw, (expected_all, actual_all) in enumerate(zip(reference, found, strict=True)):
+    for draw, (expected_all, actual_all) in enumerate(zip(reference, candidate, strict=True)):
         if len(expected_all) != len(actual_all):
             return Comparison(False, np.inf, 0.0, f"{len(actual_all)} outputs instead of {len(expected_all)}")
         for number, (expected, actual) in enumerate(zip(expected_all, actual_all)):
@@ -88,16 +88,16 @@ def compared(
             elif _is_exact(expected) or largest(_real(expected)) > 0.0:  # equal zeros are no evidence
                 unclear[name] = False
             here = int((~np.isnan(_real(expected)) & np.isfinite(free)).sum())
-            seen += here
+            compared_count += here
             blind[name] = blind.get(name, expected.size > 0) and not here
             if error > 1.0:
                 at = np.unravel_index(where, expected.shape)
-                place = f"at {[int(i) for i in at]}" if expected.ndim else ""
-                difference = f"{name}: {actual[at]} instead of {expected[at]} {place}".rstrip()
-                return Comparison(False, worst, seen / total, difference)
-    if total and not seen and slack is None:
+                position = f"at {[int(i) for i in at]}" if expected.ndim else ""
+                difference = f"{name}: {actual[at]} instead of {expected[at]} {position}".rstrip()
+                return Comparison(False, worst, compared_count / total, difference)
+    if total and not compared_count and slack is None:
         raise CompilerError("no number of the reference is one on these inputs: nothing can be compared")
-    share = seen / total if total else 1.0
+    share = compared_count / total if total else 1.0
     for name, never in unclear.items():
         if never:
             return Comparison(False, worst, share, f"{name} hangs on rounding, so it cannot be compared")
@@ -145,21 +145,21 @@ def _is_exact(array: Array) -> bool:
     return array.dtype.name not in RTOL
 
 
-def movement(still: Draws, moved: Sequence[Draws]) -> list[list[Array]]:
-    """The movement of each number: the greatest change from `still` to any of `moved`. It is infinite where a number
+def movement(still: Draws, runs: Sequence[Draws]) -> list[list[Array]]:
+    """The movement of each number: the greatest change from `still` to any of `runs`. It is infinite where a number
     becomes NaN or infinite, and for integers that change at all."""
 
-    def of(first: Array, others: Sequence[Array]) -> Array:
+    def of(first: Array, later: Sequence[Array]) -> Array:
         if _is_exact(first):
-            changed = np.any([_other(first, o) for o in others], axis=0)
+            changed = np.any([_other(first, o) for o in later], axis=0)
             return np.asarray(np.where(changed, np.inf, 0.0))
         a = _real(first)
         with np.errstate(invalid="ignore"):
-            far = [np.where(_same(a, b), 0.0, np.abs(b - a)) for b in map(_real, others)]
+            far = [np.where(_same(a, b), 0.0, np.abs(b - a)) for b in map(_real, later)]
         return np.asarray(np.nan_to_num(np.max(far, axis=0), nan=np.inf, posinf=np.inf))
 
     return [
-        [of(first, [run[draw][number] for run in moved]) for number, first in enumerate(outputs)]
+        [of(first, [run[draw][number] for run in runs]) for number, first in enumerate(outputs)]
         for draw, outputs in enumerate(still)
     ]
 
@@ -176,27 +176,27 @@ def _same(a: Array, b: Array) -> Array:
 
 
 def in_reals(
-    expected: Draws, found: Draws, moved: Callable[[], Sequence[Draws]], named: Outputs | None = None
+    expected: Draws, candidate: Draws, moved: Callable[[], Sequence[Draws]], named: Outputs | None = None
 ) -> Comparison:
     """The first question: outputs in float64. `moved`: computes those of the original with changed inputs and
     constants; called only if the outputs differ. `named`: as for `compared`."""
-    plain = compared(expected, found, wide=True, named=named)
+    plain = compared(expected, candidate, wide=True, named=named)
     if plain.equal:
         return plain
     slack = []
     for outputs, moves in zip(expected, movement(expected, moved())):
-        most = [_MOST * (np.abs(_real(o)) + largest(_real(o))) for o in outputs]
-        slack.append([np.where(_FEW * m <= limit, _FEW * m, np.inf) for m, limit in zip(moves, most)])
-    return compared(expected, found, slack, wide=True, named=named)
+        limits = [_MOST * (np.abs(_real(o)) + largest(_real(o))) for o in outputs]
+        slack.append([np.where(_FEW * m <= limit, _FEW * m, np.inf) for m, limit in zip(moves, limits)])
+    return compared(expected, candidate, slack, wide=True, named=named)
 
 
 def in_types(
-    expected: Draws, found: Draws, exact: Draws | None, moved: Callable[[], Sequence[Draws]]
+    expected: Draws, candidate: Draws, exact: Draws | None, moved: Callable[[], Sequence[Draws]]
 ) -> Comparison:
     """The second question: outputs in the types of the module. `exact`: those of the original in float64, if it has a
     counterpart; `moved`: computes those of the original on changed inputs; called only if the outputs differ."""
-    plain = compared(expected, found)
-    if plain.equal or not alike(expected, found):
+    plain = compared(expected, candidate)
+    if plain.equal or not alike(expected, candidate):
         return plain
     still = exact if exact is not None else expected
     own = movement(still, [expected, *moved()])
@@ -204,7 +204,7 @@ def in_types(
         [_of_tensor(_real(o), m, RTOL.get(e.dtype.name), exact is None) for o, e, m in zip(*row)]
         for row in zip(still, expected, own)
     ]
-    real = [[_like(f, s) for f, s in zip(*row)] for row in zip(found, still)]
+    real = [[_like(f, s) for f, s in zip(*row)] for row in zip(candidate, still)]
     again = compared(still, real, slack, wide=True, decides=exact is None, named=expected[0])
     if not again.equal:
         return replace(again, difference=f"{again.difference}; {plain.difference}")
@@ -216,16 +216,16 @@ def _of_tensor(array: Array, moves: Array, rtol: float | None, bounded: bool) ->
     or infinite. `bounded`: no number of a tensor that moves too far is compared."""
     if rtol is None:
         return np.full(array.shape, np.inf if moves.size and np.isinf(moves).any() else 0.0)
-    most, scale = largest(moves), largest(array)
-    if bounded and _OWN * most > _MOST * scale:
+    largest_move, scale = largest(moves), largest(array)
+    if bounded and _OWN * largest_move > _MOST * scale:
         return np.full(array.shape, np.inf)
-    return np.where(np.isinf(moves), np.inf, _OWN * most + rtol * (np.abs(array) + scale))
+    return np.where(np.isinf(moves), np.inf, _OWN * largest_move + rtol * (np.abs(array) + scale))
 
 
-def alike(expected: Draws, found: Draws) -> bool:
+def alike(expected: Draws, candidate: Draws) -> bool:
     """Whether outputs have the same types and shapes."""
     return [[(o.dtype, o.shape) for o in outputs] for outputs in expected] == [
-        [(o.dtype, o.shape) for o in outputs] for outputs in found
+        [(o.dtype, o.shape) for o in outputs] for outputs in candidate
     ]
 
 

@@ -212,8 +212,8 @@ def counts(module: Any) -> Counts:
         names = [i.opcode for i in instructions]
         opcodes.update(names)
         sizes.append(sum(name not in BOOKKEEPING for name in names))
-    entry, rest = sizes[0], sorted(sizes[1:], reverse=True)
-    return Counts(sum(sizes), opcodes.total(), tuple(sorted(opcodes.items())), (entry, *rest))
+    entry, others = sizes[0], sorted(sizes[1:], reverse=True)
+    return Counts(sum(sizes), opcodes.total(), tuple(sorted(opcodes.items())), (entry, *others))
 
 
 def sizes(module: Any) -> list[int]:
@@ -224,16 +224,16 @@ def sizes(module: Any) -> list[int]:
 def live(module: Any) -> Iterator[tuple[Any, list[Any]]]:
     """The computations that are used, the entry first, each with its live instructions (producers first)."""
     by_id = {c.id: c for c in module.computations}
-    waiting, seen = [module.entry_computation_id or module.computations[-1].id], set()
-    while waiting:
-        number = waiting.pop()
-        if number in seen:
+    pending, visited = [module.entry_computation_id or module.computations[-1].id], set()
+    while pending:
+        number = pending.pop()
+        if number in visited:
             continue
-        seen.add(number)
+        visited.add(number)
         computation = by_id[number]
         roots = [computation.root_id, *(i.id for i in computation.instructions if _has_effect(i))]
         instructions = list(_ordered(computation, roots))
-        waiting += [called for i in instructions for called in i.called_computation_ids]
+        pending += [called for i in instructions for called in i.called_computation_ids]
         yield computation, instructions
 
 
@@ -299,12 +299,12 @@ def digest(module: Any) -> str:
     It covers instructions without readers, too, since passes see them. The message is changed: names are cleared.
     """
     by_id = {c.id: c for c in module.computations}
-    known: dict[int, int] = {}
+    numbered: dict[int, int] = {}
 
     def of(number: int) -> bytes:
-        if number in known:  # it is called again, which is not the same as a copy of it
-            return b"again %d" % known[number]
-        known[number] = len(known)
+        if number in numbered:  # it is called again, which is not the same as a copy of it
+            return b"again %d" % numbered[number]
+        numbered[number] = len(numbered)
         computation = by_id[number]
         state = hashlib.blake2b(digest_size=16)
         numbers: dict[int, int] = {}
@@ -397,15 +397,15 @@ def check_interface(module: Any) -> None:
 def parameters(module: Any) -> list[Parameter]:
     """The parameters of the entry in order. Raises CompilerError if one is a tuple."""
     entry, _ = next(live(module))
-    found = {}
+    by_number = {}
     for instruction in entry.instructions:
         if instruction.opcode == "parameter":
             if instruction.shape.element_type == _TUPLE:
                 raise CompilerError(f"parameter {instruction.name} is a tuple: give its parts as parameters")
-            found[instruction.parameter_number] = Parameter(
+            by_number[instruction.parameter_number] = Parameter(
                 instruction.shape.element_type, tuple(instruction.shape.dimensions)
             )
-    return [found[number] for number in sorted(found)]
+    return [by_number[number] for number in sorted(by_number)]
 
 
 def interface_bytes(module: Any) -> int:

@@ -187,11 +187,11 @@ _ALL = (
 # fmt: on
 
 
-def only(chosen: HloPass | None) -> tuple[tuple[str, str], ...]:
+def only(pass_: HloPass | None) -> tuple[tuple[str, str], ...]:
     """The compile options (name, value) with which this pass runs alone; None: no pass runs."""
-    if chosen is not None and chosen.repeated:
-        return _without({chosen.name, SIMPLIFICATION})
-    names = (chosen.name, HOOK) if chosen is not None else (HOOK,)
+    if pass_ is not None and pass_.repeated:
+        return _without({pass_.name, SIMPLIFICATION})
+    names = (pass_.name, HOOK) if pass_ is not None else (HOOK,)
     return (("xla_enable_hlo_passes_only", ",".join(names)),)
 
 
@@ -200,6 +200,6 @@ def default_order(names: Collection[str]) -> tuple[tuple[str, str], ...]:
     return _without({*names, SIMPLIFICATION, _AFTER_SCATTER})
 
 
-def _without(kept: set[str]) -> tuple[tuple[str, str], ...]:
-    kept = {*kept, HOOK, _THROUGH_LAYOUT, _AFTER_LAYOUT}
-    return (("xla_disable_hlo_passes", ",".join(n for n in _ALL if n not in kept)),)
+def _without(enabled: set[str]) -> tuple[tuple[str, str], ...]:
+    enabled = {*enabled, HOOK, _THROUGH_LAYOUT, _AFTER_LAYOUT}
+    return (("xla_disable_hlo_passes", ",".join(n for n in _ALL if n not in enabled)),)

@@ -106,33 +106,35 @@ def arrays(data: bytes, how: Inputs) -> list[Array]:
                 f"parameter {number} has a size that is not known: give the module static shapes"
             )
     if isinstance(how, Given):
-        found = _fitting(how, parameters)
+        values = _fitting(how, parameters)
     else:
         generator = np.random.default_rng(how.seed)
         uses = _Uses(module)
-        found = [
+        values = [
             _random(parameter, uses.of(number), how.floats, generator)
             for number, parameter in enumerate(parameters)
         ]
     return (
-        [nudged(a, np.random.default_rng((how.nudge, n))) for n, a in enumerate(found)]
+        [nudged(a, np.random.default_rng((how.nudge, n))) for n, a in enumerate(values)]
         if how.nudge
-        else found
+        else values
     )
 
 
 def _fitting(how: Given, parameters: Sequence[hlo.Parameter]) -> list[Array]:
-    found: list[Array] = pickle.loads(how.pickled)
-    if len(found) != len(parameters):
-        raise CompilerError(f"{len(found)} inputs are given, and the module has {len(parameters)} parameters")
-    for number, (array, parameter) in enumerate(zip(found, parameters)):
+    values: list[Array] = pickle.loads(how.pickled)
+    if len(values) != len(parameters):
+        raise CompilerError(
+            f"{len(values)} inputs are given, and the module has {len(parameters)} parameters"
+        )
+    for number, (array, parameter) in enumerate(zip(values, parameters)):
         dtype = DTYPES.get(parameter.element_type)
         if dtype is None or array.dtype != dtype or array.shape != parameter.dimensions:
             raise CompilerError(
                 f"input {number} is {array.dtype}{list(array.shape)}, and the parameter "
                 f"{np.dtype(dtype) if dtype else 'of another type'}{list(parameter.dimensions)}"
             )
-    return found
+    return values
 
 
 def nudged(array: Array, generator: np.random.Generator) -> Array:
@@ -167,7 +169,9 @@ class Use:
     positive: bool = False  # its root or logarithm is taken
 
 
-def _random(parameter: hlo.Parameter, use: Use, form: Floats, generator: np.random.Generator) -> Array:
+def _random(
+    parameter: hlo.Parameter, use: Use, distribution: Floats, generator: np.random.Generator
+) -> Array:
     dtype = DTYPES.get(parameter.element_type)
     if dtype is None:
         number = parameter.element_type
@@ -176,13 +180,13 @@ def _random(parameter: hlo.Parameter, use: Use, form: Floats, generator: np.rand
     if kind == np.bool_:
         return generator.integers(0, 2, shape).astype(kind)
     if kind.kind in "iu":
-        return _integers(kind, shape, use, form, generator)
-    if form is Floats.SPARSE and shape and generator.random() < 0.5:
+        return _integers(kind, shape, use, distribution, generator)
+    if distribution is Floats.SPARSE and shape and generator.random() < 0.5:
         return np.zeros(shape, kind)
 
     def floats() -> Array:
         # A scalar is a rate, a scale or a count, and is never 0.
-        if form is Floats.POSITIVE or use.positive or not shape:
+        if distribution is Floats.POSITIVE or use.positive or not shape:
             return generator.uniform(0.5, 1.5, shape)
         fan = int(np.prod(shape[:-1])) if len(shape) > 1 else 1
         return np.asarray(generator.normal(size=shape) / max(1.0, fan) ** 0.5)
@@ -191,7 +195,11 @@ def _random(parameter: hlo.Parameter, use: Use, form: Floats, generator: np.rand
 
 
 def _integers(
-    kind: np.dtype[Any], shape: tuple[int, ...], use: Use, form: Floats, generator: np.random.Generator
+    kind: np.dtype[Any],
+    shape: tuple[int, ...],
+    use: Use,
+    distribution: Floats,
+    generator: np.random.Generator,
 ) -> Array:
     if use.bound is not None:
         return generator.integers(0, min(use.bound, _MOST), shape).astype(kind)
@@ -199,8 +207,8 @@ def _integers(
         return generator.integers(0, np.iinfo(kind).max, shape, dtype=kind, endpoint=True)
     if not shape:  # a count of steps, or the trip count of a loop
         return generator.integers(1, _MOST, shape).astype(kind)
-    least = -_MOST if form is Floats.NORMAL and kind.kind == "i" else 0
-    return generator.integers(least, _MOST, shape).astype(kind)
+    low = -_MOST if distribution is Floats.NORMAL and kind.kind == "i" else 0
+    return generator.integers(low, _MOST, shape).astype(kind)
 
 
 # Instructions whose results consist of elements of these operands (None: of all operands).
@@ -242,15 +250,15 @@ class _Uses:
                 self._computation[instruction.id] = computation
         for _, instructions in parts:
             for instruction in instructions:
-                for place, called in enumerate(instruction.called_computation_ids):
-                    self._callers[called].append((instruction, place))
+                for index, called in enumerate(instruction.called_computation_ids):
+                    self._callers[called].append((instruction, index))
         self._roots = {c.id: c.root_id for c, _ in parts}
         self._entry = parts[0][0].id
         bounds: dict[int, int] = {}
         positive: set[int] = set()
         for _, instructions in parts:
             for instruction in instructions:
-                for at, bound in self._chosen(instruction):
+                for at, bound in self._indexing_operands(instruction):
                     if bound > 1:  # with one entry, every index selects it
                         for number in self._sources(at, indices=True):
                             bounds[number] = min(bound, bounds.get(number, bound))
@@ -265,7 +273,7 @@ class _Uses:
         """The use of a parameter, by its number."""
         return self._found.get(number, Use())
 
-    def _chosen(self, instruction: Any) -> Iterator[tuple[int, int]]:
+    def _indexing_operands(self, instruction: Any) -> Iterator[tuple[int, int]]:
         """The operands of an instruction that are indices, each with the number of entries that it selects from."""
         operands = instruction.operand_ids
 
@@ -282,10 +290,10 @@ class _Uses:
                 )
             case "dynamic-slice" | "dynamic-update-slice":
                 first = 1 if instruction.opcode == "dynamic-slice" else 2
-                whole = sizes(operands[0])
+                extents = sizes(operands[0])
                 part = list(instruction.shape.dimensions) if first == 1 else sizes(operands[1])
                 for dimension, operand in enumerate(operands[first:]):
-                    yield operand, whole[dimension] - part[dimension] + 1
+                    yield operand, extents[dimension] - part[dimension] + 1
             case "compare":  # one-hot: indices are compared with the class numbers
                 for one, other in (operands, reversed(operands)):
                     if (count := self._counted(other)) is not None:
@@ -316,19 +324,19 @@ class _Uses:
 
     def _sources(self, number: int, indices: bool) -> Iterator[int]:
         """The numbers of the entry's parameters from which the elements of an instruction's result come."""
-        waiting: list[_At] = [(number, ())]
-        seen: set[_At] = set()
-        while waiting:
-            at = waiting.pop()
-            if at in seen:
+        pending: list[_At] = [(number, ())]
+        visited: set[_At] = set()
+        while pending:
+            at = pending.pop()
+            if at in visited:
                 continue
-            seen.add(at)
+            visited.add(at)
             instruction = self._by_id[at[0]]
             if instruction.opcode == "parameter" and self._computation[at[0]].id == self._entry:
                 if not at[1]:
                     yield instruction.parameter_number
                 continue
-            waiting += self._behind(instruction, at[1], indices)
+            pending += self._behind(instruction, at[1], indices)
 
     def _behind(self, instruction: Any, path: tuple[int, ...], indices: bool) -> list[_At]:
         """The operands from which the elements of a result come."""
@@ -346,25 +354,25 @@ class _Uses:
                 return [(self._roots[c], path) for c in called if c in self._roots]
             case "parameter":
                 return self._before_call(instruction, path, indices)
-        moved = (_INDEX_MOVES if indices else _MOVES).get(instruction.opcode, ())
+        moving = (_INDEX_MOVES if indices else _MOVES).get(instruction.opcode, ())
         if not indices and instruction.opcode in ("add", "multiply", "divide"):
-            moved = self._weighted(instruction)
-        return [(o, path) for n, o in enumerate(operands) if moved is None or n in moved]
+            moving = self._weighted(instruction)
+        return [(o, path) for n, o in enumerate(operands) if moving is None or n in moving]
 
     def _before_call(self, parameter: Any, path: tuple[int, ...], indices: bool) -> list[_At]:
         """The arguments of callers for a parameter of a function."""
         number = parameter.parameter_number
-        found: list[_At] = []
-        for caller, place in self._callers[self._computation[parameter.id].id]:
+        arguments: list[_At] = []
+        for caller, index in self._callers[self._computation[parameter.id].id]:
             operands = list(caller.operand_ids)
             match caller.opcode:
                 case "call" | "map":
-                    found.append((operands[number], path))
+                    arguments.append((operands[number], path))
                 case "conditional":
-                    found.append((operands[place + 1], path))
+                    arguments.append((operands[index + 1], path))
                 case "while":
-                    found += self._behind(caller, path, indices)
-        return found
+                    arguments += self._behind(caller, path, indices)
+        return arguments
 
     def _weighted(self, instruction: Any) -> tuple[int, ...]:
         """The operands that must be positive if the result has to be: terms of a sum, and tensors that a scalar

@@ -86,9 +86,9 @@ class Lessons:
         return self.problems[: max(1, math.ceil(part * len(self.problems) - 1e-9))]
 
     def reset(self, *, seed: int | None = None) -> tuple[Observation, dict[str, Any]]:
-        chosen = self.open[int(np.random.default_rng(seed).integers(len(self.open)))]
+        problem = self.open[int(np.random.default_rng(seed).integers(len(self.open)))]
         # A new environment has observed no passes without effect.
-        self._env = PassEnv(self.compiler, [chosen], self.configuration)
+        self._env = PassEnv(self.compiler, [problem], self.configuration)
         observation, information = self._env.reset(seed=seed)
         self._best = float(information["initial"])
         return self._narrowed(observation, information), information

@@ -73,7 +73,7 @@ class OutputsDiffer(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchOutcome:
     """An optimised module."""
 
     search: Search
@@ -156,11 +156,11 @@ def _comparable(compiler: Compiler, source: Source | files.StandardInput) -> Mod
     search would be useless: it does not run here, or two runs of it differ."""
     module, name = read(compiler, source), _name(source)
     try:
-        found = compiler.compare(module, module)
+        comparison = compiler.compare(module, module)
     except CompilerError as error:
         raise CompilerError(f"{name}: {error}") from error
-    if not found.equal:
-        raise CompilerError(f"{name}: two runs of the module differ: {found.difference}")
+    if not comparison.equal:
+        raise CompilerError(f"{name}: two runs of the module differ: {comparison.difference}")
     return module
 
 
@@ -187,23 +187,25 @@ def searched(
     if search in WITHOUT_AGENT:
         return WITHOUT_AGENT[search](compiler, module, budget, seed, metric)
     if search is Search.REFINED and agent is None:
-        return refined(compiler, module, _known(compiler), budget, seed, metric)
+        return refined(compiler, module, _fixed_sequence(compiler), budget, seed, metric)
     if agent is None:
         raise OrderError(f"the search {search.value} needs an agent: name its file")
     from xrlflow.passes.play import guided, refine, sample
 
     if search is Search.REFINED:
-        return refine(agent, compiler, module, budget, seed, metric, [_known(compiler)])
-    look = sample if search is Search.AGENT else guided
-    return look(agent, compiler, module, budget, seed, metric)
+        return refine(agent, compiler, module, budget, seed, metric, [_fixed_sequence(compiler)])
+    search_with = sample if search is Search.AGENT else guided
+    return search_with(agent, compiler, module, budget, seed, metric)
 
 
-def _known(compiler: Compiler) -> tuple[str, ...]:
+def _fixed_sequence(compiler: Compiler) -> tuple[str, ...]:
     """The package's fixed sequence for this compiler; empty if it has none."""
     return SEQUENCE if set(SEQUENCE) <= set(compiler.passes) else ()
 
 
-def chosen(search: Search | None, agent: Source | None, compiler: Compiler) -> tuple[Search, Agent | None]:
+def search_and_agent(
+    search: Search | None, agent: Source | None, compiler: Compiler
+) -> tuple[Search, Agent | None]:
     """The search and the agent to use with a compiler. By default that is REFINED, with the agent of the package if
     that fits the compiler and the extra for agents is installed; EVOLUTION if there is neither agent nor sequence.
 
@@ -217,7 +219,7 @@ def chosen(search: Search | None, agent: Source | None, compiler: Compiler) -> t
         shipped = None if _missing() else load_agent(PRETRAINED)
         if shipped is not None and not shipped.fits(compiler):
             shipped = None
-        usual = Search.REFINED if shipped is not None or _known(compiler) else Search.EVOLUTION
+        usual = Search.REFINED if shipped is not None or _fixed_sequence(compiler) else Search.EVOLUTION
         return search or usual, shipped
     return search, load_agent(PRETRAINED)
 
@@ -234,10 +236,10 @@ def optimize(
     seed: int = 0,
     workers: int | None = None,
     compiler: Compiler | None = None,
-) -> Found:
+) -> SearchOutcome:
     """Search for an order of passes that reduces a module's operations further than the compiler's own order.
 
-    - `search`: the strategy (see `chosen`). `agent`: the file of an agent. `metric`: the figure to reduce.
+    - `search`: the strategy (see `search_and_agent`). `agent`: the file of an agent. `metric`: the figure to reduce.
     - `steps`: passes that the compiler may run. `horizon`: the longest order. `time_limit`: seconds for the search.
     - `workers`: processes that run passes. `compiler`: another one than XLA's.
 
@@ -246,13 +248,13 @@ def optimize(
     """
     _check_seed(seed)
     begin = time.monotonic()
-    with _given(compiler, workers) as used:
+    with _compiler(compiler, workers) as used:
         module = _comparable(used, source)
-        how, known = chosen(search, agent, used)
+        how, loaded = search_and_agent(search, agent, used)
         deadline = None if time_limit is None else begin + time_limit
         interrupted = False
         try:
-            order = searched(how, used, module, Budget(steps, horizon, deadline), seed, metric, known)
+            order = searched(how, used, module, Budget(steps, horizon, deadline), seed, metric, loaded)
         except Interrupted as interrupt:
             order, interrupted = interrupt.order, True
         default = used.default(module)
@@ -263,7 +265,7 @@ def optimize(
             is_default, refused = False, (*refused, f"the compiler's own order: {own.difference}")
         result = default if is_default else order.module
         compared = _checked(used, module, result, () if is_default else order.passes, seed)
-        return Found(
+        return SearchOutcome(
             how, order, used.write(result), before, usual, usual if is_default else after, compared, is_default,
             time.monotonic() - begin, refused, interrupted,
         )  # fmt: skip
@@ -286,25 +288,25 @@ def _checked(
     compiler: Compiler, original: Module, result: Module, passes: Sequence[str], seed: int
 ) -> Comparison:
     """The comparison of the outputs. Raises OutputsDiffer, with the pass to blame if one is found."""
-    found = compiler.compare(original, result, seed)
-    if found.equal:
-        return found
+    comparison = compiler.compare(original, result, seed)
+    if comparison.equal:
+        return comparison
     present = original
     for name in passes:
         after = compiler.apply(present, name).module
         if not compiler.compare(present, after, seed).equal:
-            raise OutputsDiffer(f"the pass {name} changes what the module computes: {found.difference}")
+            raise OutputsDiffer(f"the pass {name} changes what the module computes: {comparison.difference}")
         present = after
-    raise OutputsDiffer(f"the result computes something else than the original: {found.difference}")
+    raise OutputsDiffer(f"the result computes something else than the original: {comparison.difference}")
 
 
 @contextmanager
-def _given(compiler: Compiler | None, workers: int | None) -> Iterator[Compiler]:
+def _compiler(compiler: Compiler | None, workers: int | None) -> Iterator[Compiler]:
     if compiler is not None:
         yield compiler
     else:
-        with xla(workers) as made:
-            yield made
+        with xla(workers) as opened:
+            yield opened
 
 
 def _check_seed(seed: int) -> None:
@@ -381,7 +383,7 @@ def train(
         )  # fmt: skip
     except ValueError as error:
         raise OrderError(str(error)) from error
-    with _given(compiler, workers) as used:
+    with _compiler(compiler, workers) as used:
         problems = [Problem(os.fspath(path), read(used, path)) for path in sources]
         try:
             return ppo.train(
@@ -416,7 +418,8 @@ def _logs(folder: Source | None, iterations: int, done: int, quiet: bool) -> Log
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one search on one module. `steps`, `seconds`: those that it took. `refused`: see `Found`."""
+    """The result of one search on one module. `steps`, `seconds`: those that it took. `refused`: see
+    `SearchOutcome`."""
 
     search: str
     operations: int
@@ -457,16 +460,16 @@ def bench(
     _check_seed(seed)
     if not searches:
         raise OrderError("no search is named to compare")
-    with _given(compiler, workers) as used:
+    with _compiler(compiler, workers) as used:
         module = _comparable(used, source)
-        known = None
+        loaded = None
         for search in searches:  # those that need an agent share one
-            known = chosen(search, agent, used)[1] or known
+            loaded = search_and_agent(search, agent, used)[1] or loaded
         default = used.default(module)
         default_equal = used.compare(module, default, seed).equal
         rows, best = [], module
         for search in searches:
-            order = searched(search, used, module, Budget(steps, horizon), seed, agent=known)
+            order = searched(search, used, module, Budget(steps, horizon), seed, agent=loaded)
             equal = used.compare(module, order.module, seed).equal
             operations = order.module.summary.operations
             if equal and operations < best.summary.operations:

@@ -72,11 +72,11 @@ class TrainConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        found["teaching"]["metric"] = self.teaching.metric.value
-        found["agent"]["masking"] = self.agent.masking.value
-        found["agent"]["network"] = self.agent.network.value
-        return found
+        values = asdict(self)
+        values["teaching"]["metric"] = self.teaching.metric.value
+        values["agent"]["masking"] = self.agent.masking.value
+        values["agent"]["network"] = self.agent.network.value
+        return values
 
 
 def train(
@@ -159,14 +159,14 @@ class _Run:
         stats = update(self.agent, self.optimizer, rollout, config.ppo, self.generator, progress)
         self.iteration += 1
         self.steps += len(rollout)
-        found = _scalars(episodes, stats)
-        found["time/steps_per_second"] = len(rollout) / max(collected - begin, 1e-9)
-        found["time/updating"] = time.perf_counter() - collected
+        scalars = _scalars(episodes, stats)
+        scalars["time/steps_per_second"] = len(rollout) / max(collected - begin, 1e-9)
+        scalars["time/updating"] = time.perf_counter() - collected
         if self.iteration % config.evaluate_every == 0:
-            found |= self.evaluate()
-        self.history.append(found)
+            scalars |= self.evaluate()
+        self.history.append(scalars)
         self.save()
-        return found
+        return scalars
 
     def save(self) -> None:
         """Write the state, and then the best agent if it is new. If the program is killed in between, the continued run
@@ -180,12 +180,12 @@ class _Run:
 
     def evaluate(self) -> dict[str, float]:
         """Play all modules, and keep the agent if it is the best so far."""
-        found = score(self.agent, self.compiler, self.problems, self.config.teaching.metric)
-        if found < self.score:
-            self.best, self.score = self.agent.copy(), found
+        result = score(self.agent, self.compiler, self.problems, self.config.teaching.metric)
+        if result < self.score:
+            self.best, self.score = self.agent.copy(), result
             self.best.about = self._about()
             self._unsaved = True
-        return {"evaluation/reduction": 1.0 - math.exp(found)}
+        return {"evaluation/reduction": 1.0 - math.exp(result)}
 
     def trained(self, interrupted: bool) -> Trained:
         if math.isinf(self.score):
@@ -235,9 +235,9 @@ class _Run:
         if self.output is None or not state_path(self.output).exists():
             return
         path = state_path(self.output)
-        found = load_checkpoint(path, KIND)
+        checkpoint = load_checkpoint(path, KIND)
         mine = json.loads(json.dumps(self._identity()))
-        theirs = found.config.get("run")
+        theirs = checkpoint.config.get("run")
         if not isinstance(theirs, dict):
             raise CheckpointError(f"{path}: its configuration is damaged: it does not say which run it is of")
         differing = sorted(k for k, v in mine.items() if theirs.get(k) != v)
@@ -245,7 +245,7 @@ class _Run:
             other = ", ".join(differing)
             raise CheckpointError(f"{path} is of a run with other {other}: restart, or name another output")
         try:
-            self._restore(to_tensors(found.tensors), found.config)
+            self._restore(to_tensors(checkpoint.tensors), checkpoint.config)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{path}: the parts of the state do not fit: {reason}") from error

@@ -84,10 +84,10 @@ class RuleCompiler:
     def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
         """The module after the families in the library's order, repeated until the number of operations stays the
         same."""
-        chosen = [name for name in self.passes if names is None or name in names]
+        selected = [name for name in self.passes if names is None or name in names]
         for _ in range(_ROUNDS):
             before = module.summary.operations
-            for name in chosen:
+            for name in selected:
                 module = self.apply(module, name).module
             if module.summary.operations == before:
                 break
@@ -100,38 +100,38 @@ class RuleCompiler:
     def compare(
         self, reference: Module, module: Module, seed: int = 0, inputs: Sequence[Arrays] = ()
     ) -> Comparison:
-        drawn = self._inputs(reference, seed)
-        draws = [drawn, *(_named(drawn, arrays) for arrays in inputs)]
-        found = []
+        own_feeds = self._inputs(reference, seed)
+        draws = [own_feeds, *(_named(own_feeds, arrays) for arrays in inputs)]
+        outputs = []
         try:
             for data in (reference.data, module.data):
                 with opened(data, optimized=False) as runner:
-                    found.append([[np.asarray(o) for o in runner.run(feeds)] for feeds in draws])
+                    outputs.append([[np.asarray(o) for o in runner.run(feeds)] for feeds in draws])
         except BackendError as error:
             raise CompilerError(str(error)) from error
-        return compared(found[0], found[1])
+        return compared(outputs[0], outputs[1])
 
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
     ) -> list[tuple[float, ...]]:
         """Seconds in ONNX Runtime, with its optimiser. The first run of each module does not count."""
-        taken: list[list[float]] = [[] for _ in modules]
+        times: list[list[float]] = [[] for _ in modules]
         inputs = self._inputs(modules[0], seed)
         with ExitStack() as stack:
             try:
                 runners = [stack.enter_context(opened(m.data)) for m in modules]
                 for repetition in range(repetitions + 1):
-                    for runner, seconds in zip(runners, taken):
+                    for runner, seconds in zip(runners, times):
                         begin = time.perf_counter()
                         runner.run(inputs)
                         if repetition:
                             seconds.append(time.perf_counter() - begin)
             except BackendError as error:
                 raise CompilerError(str(error)) from error
-        return [tuple(seconds) for seconds in taken]
+        return [tuple(seconds) for seconds in times]
 
     def _swept(self, state: RewriteState) -> Graph:
-        seen = {state.fingerprint}
+        visited = {state.fingerprint}
         for _ in range(state.graph.node_count):
             fitting = [m for m in state.candidates if m.delta <= 0.0]
             if not fitting:
@@ -141,9 +141,9 @@ class RuleCompiler:
             if delta > 0.0:  # earlier edits nearby have changed the gain
                 break
             state = state.apply(match, edit)
-            if state.fingerprint in seen:
+            if state.fingerprint in visited:
                 break
-            seen.add(state.fingerprint)
+            visited.add(state.fingerprint)
         return state.graph
 
     def _inputs(self, module: Module, seed: int) -> dict[str, object]:
@@ -162,14 +162,14 @@ class RuleCompiler:
         return Module(digest, to_proto(imported, graph).SerializeToString(), _summary(graph))
 
     def _graph(self, module: Module) -> tuple[ImportedModel, Graph]:
-        found = self._graphs.get(module.digest)
-        if found is None:
+        model_and_graph = self._graphs.get(module.digest)
+        if model_and_graph is None:
             try:
                 imported = load(module.data)
             except ModelError as error:
                 raise CompilerError(str(error)) from error
-            found = self._graphs[module.digest] = imported, imported.graph
-        return found
+            model_and_graph = self._graphs[module.digest] = imported, imported.graph
+        return model_and_graph
 
 
 def _interface(imported: ImportedModel) -> bytes:
@@ -202,15 +202,15 @@ def _summary(graph: Graph) -> Summary:
 
 def _as_arrays(graph: Graph, numbers: dict[str, int]) -> ModuleGraph:
     nodes = graph.topological()
-    places = {value: place for place, node in enumerate(nodes) for value in node.outputs}
+    index_of = {value: index for index, node in enumerate(nodes) for value in node.outputs}
     outputs = set(graph.outputs)
     x = np.zeros((len(nodes), 6), np.float32)
     edges = []
-    for place, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         type = graph.type(node.outputs[0])
         is_output = not outputs.isdisjoint(node.outputs)
-        x[place, :5] = (type.size or 0, type.nbytes or 0, len(type.shape or ()), is_output, is_output)
-        edges += [(places[v], place, min(i, 6)) for i, v in enumerate(node.inputs) if v in places]
+        x[index, :5] = (type.size or 0, type.nbytes or 0, len(type.shape or ()), is_output, is_output)
+        edges += [(index_of[v], index, min(i, 6)) for i, v in enumerate(node.inputs) if v in index_of]
     table = np.array(edges, np.int64).reshape(-1, 3)
     x[:, 5] = np.bincount(table[:, 0], minlength=len(nodes))
     x[:, (0, 1, 5)] = np.log2(1.0 + x[:, (0, 1, 5)])

@@ -97,27 +97,27 @@ class _Computation:
     def _bits(self, instruction: Any) -> list[Any]:
         """An instruction on the bits of the narrow type: its operand is narrowed before, or its result widened
         after."""
-        made = [instruction]
+        instructions = [instruction]
         if instruction.operand_ids[0] in self.floats:
             narrow = self._conversion(instruction, self.shapes[instruction.operand_ids[0]])
             narrow.operand_ids.append(instruction.operand_ids[0])
             instruction.operand_ids[0] = narrow.id
-            made.insert(0, narrow)
+            instructions.insert(0, narrow)
         if instruction.id in self.floats:
             wide = self._conversion(instruction, instruction.shape)
             _shape(wide.shape)
             # Readers of the instruction read this one instead.
             wide.id, instruction.id = instruction.id, wide.id
             wide.operand_ids.append(instruction.id)
-            made.append(wide)
-        return made
+            instructions.append(wide)
+        return instructions
 
     def _conversion(self, instruction: Any, shape: Any) -> Any:
         """A new conversion to a shape. `instruction`: any instruction, for its message class."""
-        made = type(instruction)(name=f"xrlflow.convert.{self.free}", opcode="convert", id=self.free)
-        made.shape.CopyFrom(shape)
+        conversion = type(instruction)(name=f"xrlflow.convert.{self.free}", opcode="convert", id=self.free)
+        conversion.shape.CopyFrom(shape)
         self.free += 1
-        return made
+        return conversion
 
 
 def _literal(literal: Any, generator: np.random.Generator | None) -> None:

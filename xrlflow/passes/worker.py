@@ -121,9 +121,9 @@ _HLO_DEVICES = re.compile(r"\b(replica_count|num_partitions)=(\d+)")
 _STABLEHLO_DEVICES = re.compile(r"\bmhlo\.(num_replicas|num_partitions) = (\d+)")
 
 
-def _for_one_device(found: Sequence[tuple[str, str]]) -> None:
+def _for_one_device(settings: Sequence[tuple[str, str]]) -> None:
     """Raise CompilerError for a module of several devices: XLA would ignore that, and compute something else."""
-    for name, count in found:
+    for name, count in settings:
         if int(count) > 1:
             raise CompilerError(f"the module is for several devices ({name} {count}); only one is supported")
 
@@ -153,17 +153,17 @@ class Xla:
             self._taken.append(module)
             raise _Enough
 
-    def options(self, chosen: Options) -> Any:
+    def options(self, enabled: Options) -> Any:
         options = self.client_module.CompileOptions()
-        options.env_option_overrides = list(chosen)
+        options.env_option_overrides = list(enabled)
         return options
 
-    def passes(self, stablehlo: bytes, chosen: Options) -> bytes:
+    def passes(self, stablehlo: bytes, enabled: Options) -> bytes:
         """The HLO module after these passes. Raises CompilerError if XLA fails before their end."""
         self._taken.clear()
         self._taking = True
         try:
-            self.client.compile_and_load(stablehlo, self.devices, self.options(chosen))
+            self.client.compile_and_load(stablehlo, self.devices, self.options(enabled))
         except Exception as error:  # jaxlib's own error type: the hook's error, or that of a pass
             if not self._taken:
                 raise CompilerError(_first_line(error)) from error
@@ -175,8 +175,8 @@ class Xla:
 
     def stablehlo(self, data: bytes, digest: str = "") -> bytes:
         """A serialized HLO module as StableHLO bytecode, the input of XLA's compiler."""
-        if (known := self._converted.get(digest)) is not None:
-            return known
+        if (cached := self._converted.get(digest)) is not None:
+            return cached
         try:
             converted: bytes = self.jax.mlir.hlo_to_stablehlo(data)
         except Exception as error:
@@ -211,12 +211,12 @@ class Xla:
         """Bytes accessed and flops by XLA's cost analysis, which ignores calls to other libraries: for these, the bytes
         of operands and results are added, and no flops."""
         module = self.hlo.HloModule.from_serialized_hlo_module_proto(data)
-        found = self.jax.hlo_module_cost_analysis(self.client, module)
+        analysis = self.jax.hlo_module_cost_analysis(self.client, module)
         # The cost analysis returns -1 for unknown figures.
-        unknown = max(0.0, -found.get("optimal_seconds", 0.0))
-        moved = hlo.bytes_of_calls(hlo.parse(data)) if unknown else 0
-        return float(found.get("bytes accessed", 0.0) + unknown + moved), float(
-            found.get("flops", 0.0) + unknown
+        unknown = max(0.0, -analysis.get("optimal_seconds", 0.0))
+        extra_bytes = hlo.bytes_of_calls(hlo.parse(data)) if unknown else 0
+        return float(analysis.get("bytes accessed", 0.0) + unknown + extra_bytes), float(
+            analysis.get("flops", 0.0) + unknown
         )
 
     def load(self, source: str | bytes) -> Loaded:
@@ -258,8 +258,8 @@ class Xla:
                 module = self.jax.mlir.deserialize_portable_artifact(source)
             except Exception:  # bytecode of MLIR itself instead of StableHLO's versioned format
                 module = ir.Module.parse(source)
-            held = module.operation.attributes
-            return ", ".join(f"{name} = {held[name]}" for name in held)
+            attributes = module.operation.attributes
+            return ", ".join(f"{name} = {attributes[name]}" for name in attributes)
 
     def transform(self, request: Transform) -> Loaded | None:
         if request.unbatched and hlo.has_batched_indices(hlo.parse(request.data)):
@@ -272,9 +272,12 @@ class Xla:
         if plain == idle:
             return None
         if idle is None:
-            found = hlo.parse(after)
+            module = hlo.parse(after)
             # Comparing the numbers of instructions is quicker than a digest.
-            if hlo.sizes(found) == hlo.sizes(hlo.parse(request.data)) and hlo.digest(found) == request.digest:
+            if (
+                hlo.sizes(module) == hlo.sizes(hlo.parse(request.data))
+                and hlo.digest(module) == request.digest
+            ):
                 self._idle.put(request.digest, plain)
                 return None
         landed = self.landed(after)
@@ -298,9 +301,9 @@ class Xla:
         import jax
 
         device = jax.devices("cpu")[0]
-        drawn = [inputs.arrays(request.like, one) for one in request.inputs]
+        draws = [inputs.arrays(request.like, one) for one in request.inputs]
         if request.wide is not None:
-            drawn = [[inputs.wide(a) for a in arrays] for arrays in drawn]
+            draws = [[inputs.wide(a) for a in arrays] for arrays in draws]
 
         def placed(arrays: Sequence[Array]) -> list[Any]:
             return [jax.device_put(a, device) for a in arrays]
@@ -308,19 +311,19 @@ class Xla:
         try:
             programs = [self._program(m, request) for m in request.modules]
             outputs = tuple(
-                tuple(tuple(np.asarray(o) for o in p.execute(placed(arrays))) for arrays in drawn)
+                tuple(tuple(np.asarray(o) for o in p.execute(placed(arrays))) for arrays in draws)
                 for p in programs
             )
             seconds: list[list[float]] = [[] for _ in programs]
-            taking = placed(drawn[0])
+            taking = placed(draws[0])
             for _ in range(request.repetitions):
-                for program, taken in zip(programs, seconds):
+                for program, times in zip(programs, seconds):
                     if any(i.is_deleted() for i in taking):  # a module may reuse the memory of its inputs
-                        taking = placed(drawn[0])
+                        taking = placed(draws[0])
                     jax.block_until_ready(taking)
                     begin = time.perf_counter()
                     jax.block_until_ready(program.execute(taking))
-                    taken.append(time.perf_counter() - begin)
+                    times.append(time.perf_counter() - begin)
         except Exception as error:
             raise CompilerError(_first_line(error)) from error
         return Executed(outputs, tuple(tuple(s) for s in seconds))
@@ -346,10 +349,10 @@ class Xla:
                 self._programs.popitem(last=False)
         return program
 
-    def do(self, order: Request) -> Any:
+    def do(self, request: Request) -> Any:
         """The reply to a request."""
         try:
-            return self._answer(order)
+            return self._answer(request)
         except CompilerError as error:
             return Refusal(str(error))
         except MemoryError as error:
@@ -375,18 +378,18 @@ class _Recent:
     """A cache of bytes by key, with the entries that were used last."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[str, bytes] = OrderedDict()
+        self._values: OrderedDict[str, bytes] = OrderedDict()
 
     def get(self, key: str) -> bytes | None:
-        found = self._held.get(key)
-        if found is not None:
-            self._held.move_to_end(key)
-        return found
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
 
     def put(self, key: str, value: bytes) -> None:
-        self._held[key] = value
-        if len(self._held) > _RECENT:
-            self._held.popitem(last=False)
+        self._values[key] = value
+        if len(self._values) > _RECENT:
+            self._values.popitem(last=False)
 
 
 class _Enough(Exception):

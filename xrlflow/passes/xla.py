@@ -153,32 +153,32 @@ class XlaCompiler:
         for name in names:
             self._check(name)
         idle = self.without_effect(module)
-        known: dict[str, Applied | None] = {}
+        results: dict[str, Applied | None] = {}
         for name in dict.fromkeys(names):
-            known[name] = Applied(module, False) if name in idle else self._remember(module, name)
-        missing = [name for name, found in known.items() if found is None]
-        wanted = [self._known[name] for name in missing]
-        requests = [Transform(module.data, module.digest, only(p), p.unbatched) for p in wanted]
+            results[name] = Applied(module, False) if name in idle else self._remember(module, name)
+        missing = [name for name, result in results.items() if result is None]
+        passes = [self._known[name] for name in missing]
+        requests = [Transform(module.data, module.digest, only(p), p.unbatched) for p in passes]
         self.steps += len(requests)
-        for name, answer in zip(missing, self._pool.ask_each(requests)):
-            known[name] = self._settled(module, name, answer)
-        return [found for name in names if (found := known[name]) is not None]
+        for name, reply in zip(missing, self._pool.ask_each(requests)):
+            results[name] = self._settled(module, name, reply)
+        return [result for name in names if (result := results[name]) is not None]
 
     def without_effect(self, module: Module) -> frozenset[str]:
         """The passes that need kinds of instructions that the module lacks."""
-        found = self._idle.get(module.digest)
-        if found is None:
+        idle = self._idle.get(module.digest)
+        if idle is None:
             kinds = {kind for kind, _ in module.summary.opcodes}
             ordinary = hlo.is_ordinary(hlo.parse(module.data))
-            found = frozenset(
+            idle = frozenset(
                 p.name
                 for p in self._known.values()
                 if (p.needs and kinds.isdisjoint(p.needs)) or (p.unusual and ordinary)
             )
             if len(self._idle) >= _IDLE:
                 self._idle.clear()
-            self._idle[module.digest] = found
-        return found
+            self._idle[module.digest] = idle
+        return idle
 
     def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
         """The module after XLA's own pipelines up to the assignment of layouts, with these passes only, repeated until
@@ -211,7 +211,9 @@ class XlaCompiler:
     ) -> Comparison:
         """See `equality`. Modules without a counterpart in float64 are compared in their own types only."""
         _check_alone(reference)
-        draws: _Draws = tuple(Draw(len(_DRAWS) * seed + number, form) for number, form in enumerate(_DRAWS))
+        draws: _Draws = tuple(
+            Draw(len(_DRAWS) * seed + number, distribution) for number, distribution in enumerate(_DRAWS)
+        )
         draws += tuple(given(arrays) for arrays in inputs)
         key = reference.digest, module.digest, blake2b(pickle.dumps(draws)).digest()
         if key not in self._comparisons:
@@ -219,20 +221,20 @@ class XlaCompiler:
         return self._comparisons[key]
 
     def _compared(self, reference: Module, module: Module, draws: _Draws) -> Comparison:
-        expected, found = self._expected(reference, draws), self._outputs(reference, module, draws)
-        if not alike(expected, found):
-            return compared(expected, found)
+        expected, actual = self._expected(reference, draws), self._outputs(reference, module, draws)
+        if not alike(expected, actual):
+            return compared(expected, actual)
         try:
             exact = self._expected(reference, draws, Wide())
             wide = self._outputs(reference, module, draws, Wide())
             first = in_reals(exact, wide, lambda: self._moved(reference, draws, wide=True), expected[0])
         except _NotWide as why:
-            alone = in_types(expected, found, None, lambda: self._moved(reference, draws, wide=False))
+            alone = in_types(expected, actual, None, lambda: self._moved(reference, draws, wide=False))
             narrow = f"{alone.difference} (in its own types alone: {why})"
             return alone if alone.equal else replace(alone, difference=narrow)
         if not first.equal:
             return replace(first, difference=f"{first.difference} (in float64)")
-        second = in_types(expected, found, exact, lambda: self._moved(reference, draws, wide=False))
+        second = in_types(expected, actual, exact, lambda: self._moved(reference, draws, wide=False))
         if not second.equal:
             return second
         return replace(first, note=second.note, worst=max(first.worst, second.worst))
@@ -254,12 +256,12 @@ class XlaCompiler:
     def _expected(self, reference: Module, draws: _Draws, wide: Wide | None = None) -> Outputs:
         """The outputs of a reference on each draw. Those of the latest references are kept."""
         key = reference.digest, draws, wide
-        found = self._references.get(key)
-        if found is None:
-            found = self._references[key] = self._outputs(reference, reference, draws, wide)
+        outputs = self._references.get(key)
+        if outputs is None:
+            outputs = self._references[key] = self._outputs(reference, reference, draws, wide)
             if len(self._references) > _REFERENCES:
                 self._references.popitem(last=False)
-        return found
+        return outputs
 
     def _outputs(self, like: Module, module: Module, draws: _Draws, wide: Wide | None = None) -> Outputs:
         self._check_room(like, len(draws) * (1 if wide is None else 2))
@@ -267,10 +269,10 @@ class XlaCompiler:
         if wide is None:
             executed: Executed = self._answer(request)
             return executed.outputs[0]
-        answer = self._pool.ask(request)
-        if not isinstance(answer, Executed):
-            raise _NotWide(answer.reason if isinstance(answer, Died) else answer.error)
-        return answer.outputs[0]
+        reply = self._pool.ask(request)
+        if not isinstance(reply, Executed):
+            raise _NotWide(reply.reason if isinstance(reply, Died) else reply.error)
+        return reply.outputs[0]
 
     def _check_room(self, module: Module, times: int) -> None:
         """Raise CompilerError if inputs and outputs need more memory than is free. (A system that overcommits memory
@@ -292,10 +294,10 @@ class XlaCompiler:
         The first run of each, which gives its outputs, does not count.
         """
         _check_alone(modules[0])
-        found: Executed = self._answer(
+        executed: Executed = self._answer(
             Execute(modules[0].data, tuple(m.data for m in modules), (Draw(seed),), repetitions)
         )
-        return list(found.seconds)
+        return list(executed.seconds)
 
     def close(self) -> None:
         """End the workers. The cache stays open, as it belongs to the caller."""
@@ -315,17 +317,17 @@ class XlaCompiler:
 
     def _answer(self, request: Any) -> Any:
         """The reply to a request that must not fail. Raises CompilerError if it does."""
-        answer = self._pool.ask(request)
-        match answer:
+        reply = self._pool.ask(request)
+        match reply:
             case Refusal(error, _):
                 raise CompilerError(error)
             case Died(reason):
                 raise CompilerError(reason)
-        return answer
+        return reply
 
     def _ordered(self, module: Module, options: Options) -> Module | None:
-        answer: Loaded | None = self._answer(Transform(module.data, module.digest, options))
-        return None if answer is None else _module(answer)
+        reply: Loaded | None = self._answer(Transform(module.data, module.digest, options))
+        return None if reply is None else _module(reply)
 
     def _remember(self, module: Module, name: str) -> Applied | None:
         """The remembered result of a pass on a module; None if there is none."""
@@ -342,29 +344,29 @@ class XlaCompiler:
         self._keep(after)
         return Applied(after, True)
 
-    def _settled(self, module: Module, name: str, answer: Any) -> Applied:
-        match answer:
+    def _settled(self, module: Module, name: str, reply: Any) -> Applied:
+        match reply:
             case Loaded():
-                found = Applied(_module(answer), True)
+                applied = Applied(_module(reply), True)
             case None:
-                found = Applied(module, False)
+                applied = Applied(module, False)
             case Refusal(error, lasting):
-                found = Applied(module, False, error)
+                applied = Applied(module, False, error)
                 if not lasting:
-                    return found
+                    return applied
             case Died(reason):
-                found = Applied(module, False, reason)
+                applied = Applied(module, False, reason)
                 ended = "SIGABRT" in reason or "SIGSEGV" in reason
                 if not ended or "bad_alloc" in reason:
-                    return found  # not stored: with more time or memory the pass may succeed
+                    return applied  # not stored: with more time or memory the pass may succeed
             case _:
-                raise CompilerError(f"a worker gave an unexpected answer: {answer!r}")
+                raise CompilerError(f"a worker gave an unexpected answer: {reply!r}")
         if self._cache is not None:
-            new = found.module if found.changed else None
-            outcome = Outcome(found.module.digest, found.error)
+            new = applied.module if applied.changed else None
+            outcome = Outcome(applied.module.digest, applied.error)
             self._cache.put(self._key, module.digest, name, outcome, new)
-            self._keep(found.module)
-        return found
+            self._keep(applied.module)
+        return applied
 
     def _keep(self, module: Module) -> None:
         """Keep a module in memory, and drop those that were not used for longest."""

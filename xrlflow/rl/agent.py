@@ -98,18 +98,20 @@ class Agent(nn.Module):
         hidden = self._candidates(data, encoded.nodes, self.from_graph(encoded.graphs)[owner])
         return Embedded(encoded.graphs, hidden, owner, data.candidate[:, DELTA], data.globals)
 
-    def decide(self, seen: Embedded) -> tuple[SegmentCategorical, Tensor]:
+    def decide(self, embedded: Embedded) -> tuple[SegmentCategorical, Tensor]:
         """The distributions and values of embedded observations."""
-        scores = self.score(seen.candidates).squeeze(-1)
-        scores = scores + self.trust[0] * torch.relu(-seen.delta) - self.trust[1] * torch.relu(seen.delta)
-        if seen.often is not None:
-            scores = scores + seen.often.log()
+        scores = self.score(embedded.candidates).squeeze(-1)
+        scores = (
+            scores + self.trust[0] * torch.relu(-embedded.delta) - self.trust[1] * torch.relu(embedded.delta)
+        )
+        if embedded.often is not None:
+            scores = scores + embedded.often.log()
         # A summary of all candidates of each state.
-        pooled = _mean(seen.candidates, seen.owner, seen.graphs.shape[0], seen.often)
-        state = torch.cat([seen.graphs, pooled], 1)
+        pooled = _mean(embedded.candidates, embedded.owner, embedded.graphs.shape[0], embedded.often)
+        state = torch.cat([embedded.graphs, pooled], 1)
         stop = self.stop(state).squeeze(-1)
-        values = self.value(torch.cat([state, seen.globals], 1)).squeeze(-1)
-        return _with_stop(scores, stop, seen.owner), values
+        values = self.value(torch.cat([state, embedded.globals], 1)).squeeze(-1)
+        return _with_stop(scores, stop, embedded.owner), values
 
     def _candidates(self, data: RewriteData, nodes: Tensor, context: Tensor) -> Tensor:
         """Vectors of the candidates [C, width]. `context` [C, width] comes from each candidate's graph."""
@@ -195,6 +197,6 @@ def _with_stop(scores: Tensor, stop: Tensor, owner: Tensor) -> SegmentCategorica
     """
     count = stop.shape[0]
     sizes = torch.bincount(owner, minlength=count) + 1
-    places = torch.cat([torch.arange(owner.shape[0]) + owner, sizes.cumsum(0) - 1])
-    logits = stop.new_zeros(places.shape[0]).index_copy(0, places, torch.cat([scores, stop]))
+    positions = torch.cat([torch.arange(owner.shape[0]) + owner, sizes.cumsum(0) - 1])
+    logits = stop.new_zeros(positions.shape[0]).index_copy(0, positions, torch.cat([scores, stop]))
     return SegmentCategorical.of(logits, sizes)

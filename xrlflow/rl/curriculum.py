@@ -59,8 +59,8 @@ def split(sources: Iterable[Source], part: float) -> tuple[tuple[Source, ...], t
     held_out: list[Source] = []
     for source in sources:
         digest = hashlib.blake2b(source.name.encode(), digest_size=8).digest()
-        drawn = int.from_bytes(digest, "big") / 2**64
-        (held_out if drawn < part else train).append(source)
+        number = int.from_bytes(digest, "big") / 2**64
+        (held_out if number < part else train).append(source)
     return tuple(train), tuple(held_out)
 
 
@@ -82,11 +82,11 @@ def mixed(
     if total <= 0 or min(shares.values()) < 0:
         raise CurriculumError("shares have to be positive")
     rng = random.Random(seed)
-    chosen: list[Source] = []
+    sources_drawn: list[Source] = []
     for group, share in shares.items():
-        wanted = round(count * share / total)
-        chosen += rng.sample(groups[group], min(wanted, len(groups[group])))
-    return tuple(chosen)
+        size = round(count * share / total)
+        sources_drawn += rng.sample(groups[group], min(size, len(groups[group])))
+    return tuple(sources_drawn)
 
 
 class Problems(Sequence[Problem]):

@@ -60,7 +60,7 @@ class Attention(nn.Module):
     def forward(self, nodes: Tensor, source: Tensor, target: Tensor, edge_attr: Tensor) -> Tensor:
         """Nodes [N, width], ends of edges [E] and [E], features of edges [E, EDGE_FEATURES] -> nodes [N, width]."""
         (count, width), heads = nodes.shape, self.heads
-        said, of_source, of_target = self.of_node(self.before(nodes)).split([width, heads, heads], 1)
+        values, of_source, of_target = self.of_node(self.before(nodes)).split([width, heads, heads], 1)
         scores = leaky_relu(
             of_source.index_select(0, source) + of_target.index_select(0, target) + self.of_edge(edge_attr),
             0.2,
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         top = top.scatter_reduce(0, owner, scores.detach(), "amax")
         weights = (scores - top.index_select(0, target)).exp()
         total = weights.new_zeros(count, heads).index_add(0, target, weights)
-        messages = said.index_select(0, source).view(-1, heads, width // heads) * weights.unsqueeze(2)
+        messages = values.index_select(0, source).view(-1, heads, width // heads) * weights.unsqueeze(2)
         heard = torch.zeros_like(nodes).index_add(0, target, messages.view(-1, width))
         # Nodes without edges get 0.
         heard = heard.view(count, heads, -1) / total.clamp(min=1e-9).unsqueeze(2)

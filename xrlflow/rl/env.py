@@ -183,13 +183,13 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
 
     def _arrive(self, state: RewriteState, cost: float) -> None:
         offered = choices(state, () if self.config.revisits else self._visited)
-        most = self.config.candidates
-        if most is not None and len(offered) > most:
-            threshold = sorted(offered, key=lambda m: (m.delta, m.key))[most - 1]
+        limit = self.config.candidates
+        if limit is not None and len(offered) > limit:
+            threshold = sorted(offered, key=lambda m: (m.delta, m.key))[limit - 1]
             last = (threshold.delta, threshold.key)
             offered = tuple(m for m in offered if (m.delta, m.key) <= last)
-        left = max(0.0, 1.0 - self._steps / self.config.horizon)
-        self._situation = Situation(state, offered, cost, self._problem.cost, left)
+        remaining = max(0.0, 1.0 - self._steps / self.config.horizon)
+        self._situation = Situation(state, offered, cost, self._problem.cost, remaining)
         self.action_space = cast("spaces.Space[int]", spaces.Discrete(len(offered) + 1))
 
     def _reward(self, before: Situation, over: bool) -> tuple[float, float | None]:
@@ -251,8 +251,8 @@ class FixedSizeEnv(gymnasium.Env[FixedObs, np.int64]):
         config: EnvConfig = EnvConfig(),
         sizes: Sizes = Sizes(),
     ) -> None:
-        most = sizes.candidates if config.candidates is None else min(config.candidates, sizes.candidates)
-        self.env = RewriteEnv(problems, featuriser, replace(config, candidates=most))
+        limit = sizes.candidates if config.candidates is None else min(config.candidates, sizes.candidates)
+        self.env = RewriteEnv(problems, featuriser, replace(config, candidates=limit))
         self.sizes = s = sizes
         words = featuriser.vocabulary
         operators, rules, families = len(words.operators), len(words.rules), len(words.families)
@@ -307,7 +307,7 @@ class FixedSizeEnv(gymnasium.Env[FixedObs, np.int64]):
         out: FixedObs = {}
         for key, (shape, largest) in self._arrays.items():
             array = getattr(data, key)
-            if any(have > most for have, most in zip(array.shape, shape)):
+            if any(have > limit for have, limit in zip(array.shape, shape)):
                 raise EpisodeError(
                     f"{key} is of shape {array.shape}, and there is space for {shape}: raise Sizes"
                 )

@@ -222,9 +222,9 @@ class Priced(float):
     _change: Change | None
 
     def __new__(cls, delta: float, graph: Graph, edit: Edit) -> Self:
-        made = super().__new__(cls, delta)
-        made._source, made._change = (graph, edit), None
-        return made
+        priced = super().__new__(cls, delta)
+        priced._source, priced._change = (graph, edit), None
+        return priced
 
     def change(self, featuriser: Featuriser) -> Change:
         """The change that the edit makes, computed on first use."""
@@ -336,7 +336,7 @@ class _Choices:
         out = np.empty((len(table), CANDIDATE_FEATURES), np.float32)
         out[:, : len(CANDIDATE_CONTENT)] = self.content
         scale = max(situation.cost, 1e-30)
-        places = (
+        position_columns = (
             squash(deltas / scale),
             squash(deltas / max(situation.initial, 1e-30)),
             squash((deltas - best) / scale),
@@ -344,7 +344,7 @@ class _Choices:
             self.gaining,
             np.log1p(np.bincount(table[:, 0])[table[:, 0]]) / log1p(64) if len(table) else 0.0,
         )
-        for column, values in enumerate(places, len(CANDIDATE_CONTENT)):
+        for column, values in enumerate(position_columns, len(CANDIDATE_CONTENT)):
             out[:, column] = values
         return out
 
@@ -434,14 +434,14 @@ class Featuriser:
         An input from a node is a forward and a backward edge; a constant is a loop of its reader.
         """
         source, target = structure.source, structure.target
-        made = source >= 0
+        computed = source >= 0
         tensors = np.concatenate((self._type.data[structure.type], _slot_columns(structure.slots)), 1)
-        read, loops = int(made.sum()), len(source) - int(made.sum())
+        read, loops = int(computed.sum()), len(source) - int(computed.sum())
         columns = np.zeros((2 * read + loops, EDGE_FEATURES), np.float32)
-        columns[:read, :-2] = columns[read : 2 * read, :-2] = tensors[made]
-        columns[2 * read :, :-2] = tensors[~made]
+        columns[:read, :-2] = columns[read : 2 * read, :-2] = tensors[computed]
+        columns[2 * read :, :-2] = tensors[~computed]
         columns[:read, -2] = columns[read : 2 * read, -1] = 1.0
-        above, below, alone = source[made], target[made], target[~made]
+        above, below, alone = source[computed], target[computed], target[~computed]
         ends = np.stack((np.concatenate((above, below, alone)), np.concatenate((below, above, alone))))
         return ends, columns
 
@@ -473,21 +473,23 @@ class Featuriser:
 
     def _pool(self, graph: Graph) -> _Pool:
         """The pool of a graph and its successors, which share their leaves. Drops all pools if they grow too large."""
-        found = self._pools.get(id(graph.leaves))
-        if found is not None and sum(p.size for p in self._pools.values()) <= self.limit:
-            return found
-        if found is not None or len(self._pools) > self.limit // 100:
+        pool = self._pools.get(id(graph.leaves))
+        if pool is not None and sum(p.size for p in self._pools.values()) <= self.limit:
+            return pool
+        if pool is not None or len(self._pools) > self.limit // 100:
             self._pools.clear()
-        found = self._pools[id(graph.leaves)] = _Pool(graph.leaves)
-        return found
+        pool = self._pools[id(graph.leaves)] = _Pool(graph.leaves)
+        return pool
 
     def _structure(self, pool: _Pool, graph: Graph) -> Structure:
         nodes = list(graph.nodes())
-        known = pool.nodes
+        rows_of_nodes = pool.nodes
         try:
-            slots = [known[n] for n in nodes]
+            slots = [rows_of_nodes[n] for n in nodes]
         except KeyError:
-            slots = [known[n] if n in known else self._add_node(pool, graph, n) for n in nodes]
+            slots = [
+                rows_of_nodes[n] if n in rows_of_nodes else self._add_node(pool, graph, n) for n in nodes
+            ]
         fed = [self._value(pool, v) for v in graph.inputs]
         at, inputs = len(nodes), len(fed)
 
@@ -495,14 +497,14 @@ class Featuriser:
         entries = _ranges(table[:, 2], table[:, 3])
         read = pool.input.data[entries]
         target = np.repeat(np.arange(at), table[:, 3])
-        made = pool.output.data[_ranges(table[:, 4], table[:, 5])]
+        outputs = pool.output.data[_ranges(table[:, 4], table[:, 5])]
         positions = np.full(len(pool.values), -1)
         positions[fed] = np.arange(at, at + inputs)
-        positions[made[:, 0]] = np.repeat(np.arange(at), table[:, 5])
+        positions[outputs[:, 0]] = np.repeat(np.arange(at), table[:, 5])
         types = pool.leaf_type.data[: len(pool.values)].copy()
-        types[made[:, 0]] = made[:, 2]
+        types[outputs[:, 0]] = outputs[:, 2]
         output_slot = np.zeros(len(pool.values), np.int64)
-        output_slot[made[:, 0]] = made[:, 1]
+        output_slot[outputs[:, 0]] = outputs[:, 1]
 
         type = types[read[:, 0]]
         stale = np.flatnonzero(type != read[:, 2])
@@ -522,22 +524,25 @@ class Featuriser:
         return Structure(op, content, positions[read[:, 0]], target, type, slots_joined, positions)
 
     def _candidates(self, pool: _Pool, situation: Situation) -> _Choices:
-        known, state = pool.matches, situation.state
+        rows_of_matches, state = pool.matches, situation.state
         try:
-            rows = [known[m] for m in situation.candidates]
+            rows = [rows_of_matches[m] for m in situation.candidates]
         except KeyError:
-            rows = [known[m] if m in known else self._add_match(pool, state, m) for m in situation.candidates]
+            rows = [
+                rows_of_matches[m] if m in rows_of_matches else self._add_match(pool, state, m)
+                for m in situation.candidates
+            ]
         if not rows:
             return _Choices(pool.match.data[:0], pool.match_content.data[:0], pool.delta.data[:0])
         return _Choices(pool.match.data[rows], pool.match_content.data[rows], pool.delta.data[rows])
 
     def _value(self, pool: _Pool, value: Value) -> int:
-        found = pool.values.get(value)
-        if found is None:
-            found = pool.values[value] = len(pool.values)
+        number = pool.values.get(value)
+        if number is None:
+            number = pool.values[value] = len(pool.values)
             type = pool.leaves.types.get(value)
             pool.leaf_type.add((-1 if type is None else self._type_of(type),))
-        return found
+        return number
 
     def _add_node(self, pool: _Pool, graph: Graph, node: Node) -> int:
         in_types = _types(graph, node)
@@ -603,27 +608,27 @@ class Featuriser:
         return number
 
     def _type_of(self, type: TensorType) -> int:
-        found = self._types.get(type)
-        if found is None:
-            found = self._types[type] = self._type.add((type_columns(type, self.prices.bindings),))
-        return found
+        row = self._types.get(type)
+        if row is None:
+            row = self._types[type] = self._type.add((type_columns(type, self.prices.bindings),))
+        return row
 
     def _content_of_input(self, type: TensorType) -> _Content:
         key = (INPUT, type)
-        found = self._contents.get(key)
-        if found is None:
+        content = self._contents.get(key)
+        if content is None:
             columns = input_columns(type, self.prices.bindings)
-            found = self._contents[key] = self._add_content(columns, 0.0, False)
-        return found
+            content = self._contents[key] = self._add_content(columns, 0.0, False)
+        return content
 
     def _content_of(self, graph: Graph, node: Node, in_types: InTypes) -> _Content:
         key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, node.types)
         if node.op in ("If", "Loop"):
             key = (*key, node.inputs[0])  # the condition or trip count, which may be constant
-        found = self._contents.get(key)
-        if found is None:
-            found = self._contents[key] = self._content_from(graph, node, in_types)
-        return found
+        content = self._contents.get(key)
+        if content is None:
+            content = self._contents[key] = self._content_from(graph, node, in_types)
+        return content
 
     def _content_from(self, graph: Graph, node: Node, in_types: InTypes) -> _Content:
         seconds = self.prices.seconds(graph, node, in_types)

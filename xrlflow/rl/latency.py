@@ -32,13 +32,13 @@ class PairedLatency:
     ) -> None:
         self.imported, self.original, self.feeds = imported, original, dict(feeds)
         self.threads, self.seconds = threads, seconds
-        self._known: dict[int, float] = {}
+        self._latencies: dict[int, float] = {}
 
     def __call__(self, graph: Graph) -> float:
-        found = self._known.get(graph.fingerprint)
-        if found is None and (found := self._measure(graph)) is not None:
-            self._known[graph.fingerprint] = found
-        return UNRUNNABLE if found is None else found
+        latency = self._latencies.get(graph.fingerprint)
+        if latency is None and (latency := self._measure(graph)) is not None:
+            self._latencies[graph.fingerprint] = latency
+        return UNRUNNABLE if latency is None else latency
 
     def _measure(self, graph: Graph) -> float | None:
         try:

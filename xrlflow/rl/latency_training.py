@@ -33,7 +33,7 @@ from xrlflow.learn.ppo import TrainingError
 Doubles = npt.NDArray[np.float64]
 
 # Degrees of freedom of the loss. A few ratios are far from their prediction, because addresses of weights matter.
-_FREEDOM = 4.0
+_DEGREES_OF_FREEDOM = 4.0
 _FIRST_NOISE = (0.01, 0.1)
 # Each session places weights at other addresses, which changes its speed by about this (see `search.select`).
 _SESSION = 0.01
@@ -54,13 +54,13 @@ class FitConfig:
 class _Data:
     """The comparisons of one network as tensors, at the radius of the network that is trained."""
 
-    def __init__(self, found: Comparisons, radius: int, operators: Mapping[str, int]) -> None:
-        if radius > found.radius:
+    def __init__(self, comparisons: Comparisons, radius: int, operators: Mapping[str, int]) -> None:
+        if radius > comparisons.radius:
             raise TrainingError(
-                f"comparisons of radius {found.radius} cannot train a network of radius {radius}"
+                f"comparisons of radius {comparisons.radius} cannot train a network of radius {radius}"
             )
-        arrays = found.arrays
-        self.ops = torch.tensor([operators.get(op, 0) for op in found.ops])
+        arrays = comparisons.arrays
+        self.ops = torch.tensor([operators.get(op, 0) for op in comparisons.ops])
         self.contents = torch.from_numpy(arrays["contents"])
         self.edges = torch.from_numpy(arrays["edges"])
         self.levels = []
@@ -69,7 +69,7 @@ class _Data:
             owner = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
             indices = (arrays[f"inner.{level}"], arrays[f"sources.{level}"], arrays[f"kinds.{level}"], owner)
             self.levels.append(tuple(torch.from_numpy(i.astype(np.int64)) for i in indices))
-        self.counts = torch.from_numpy(found.counts(radius))
+        self.counts = torch.from_numpy(comparisons.counts(radius))
         rows = np.arange(self.counts.shape[1])
         for level in range(radius, 0, -1):
             rows = arrays[f"inner.{level}"].astype(np.int64)[rows]
@@ -97,12 +97,12 @@ class Member(nn.Module):
         self.noise = nn.Parameter(torch.tensor(_FIRST_NOISE).log())
 
     def weight(self, name: str) -> Tensor:
-        found: Tensor = getattr(self, self.names[name])
-        return found
+        weight: Tensor = getattr(self, self.names[name])
+        return weight
 
     def arrays(self) -> dict[str, npt.NDArray[np.float32]]:
-        found = {name: self.weight(name).detach().numpy().copy() for name in self.names}
-        return found | {"noise": self.noise.detach().exp().numpy().copy()}
+        arrays = {name: self.weight(name).detach().numpy().copy() for name in self.names}
+        return arrays | {"noise": self.noise.detach().exp().numpy().copy()}
 
     def seconds(self, data: _Data) -> Tensor:
         """The seconds of each context, as `latency_network.Evaluator` computes them."""
@@ -136,8 +136,10 @@ class Member(nn.Module):
         logs, own = self(data)
         variance = own + data.noise
         error = (logs - data.logs).square() / variance
-        found: Tensor = (0.5 * (_FREEDOM + 1) * torch.log1p(error / _FREEDOM) + 0.5 * variance.log()).mean()
-        return found
+        losses: Tensor = (
+            0.5 * (_DEGREES_OF_FREEDOM + 1) * torch.log1p(error / _DEGREES_OF_FREEDOM) + 0.5 * variance.log()
+        ).mean()
+        return losses
 
 
 Progress = Callable[[int, int, float], None]
@@ -178,12 +180,12 @@ def _fit_member(
     optimizer = torch.optim.AdamW(
         member.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
     )
-    drawn = rng.integers(len(data), size=len(data)) if config.network.members > 1 else np.arange(len(data))
-    steps = config.epochs * len(drawn)
+    numbers = rng.integers(len(data), size=len(data)) if config.network.members > 1 else np.arange(len(data))
+    steps = config.epochs * len(numbers)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for epoch in range(config.epochs):
         total = 0.0
-        for index in rng.permutation(drawn).tolist():
+        for index in rng.permutation(numbers).tolist():
             optimizer.zero_grad()
             loss = member.loss(data[index])
             if not math.isfinite(float(loss.detach())):
@@ -194,7 +196,7 @@ def _fit_member(
             scheduler.step()
             total += float(loss.detach())
         if progress is not None:
-            progress(number, epoch, total / len(drawn))
+            progress(number, epoch, total / len(numbers))
     return member.arrays()
 
 
@@ -232,10 +234,10 @@ class Judged:
         return float(np.append(0.0, self.measured)[np.argmax(np.append(0.0, by))])
 
 
-def judge(parameters: NetworkParameters, found: Comparisons) -> Judged:
+def judge(parameters: NetworkParameters, comparisons: Comparisons) -> Judged:
     """Predict the comparisons of one network."""
     numbers = {name: number for number, name in enumerate(parameters.operators, 1)}
-    data = _Data(found, parameters.config.radius, numbers)
+    data = _Data(comparisons, parameters.config.radius, numbers)
     logs, own = [], []
     with torch.no_grad():
         for number in range(parameters.config.members):
@@ -247,9 +249,9 @@ def judge(parameters: NetworkParameters, found: Comparisons) -> Judged:
             logs.append(predicted.numpy())
             own.append(variance.numpy())
     spread = np.sqrt(np.var(logs, axis=0) + np.mean(own, axis=0) + data.noise.numpy())
-    prices = found.prices()
+    prices = comparisons.prices()
     return Judged(
-        str(found.about["name"]),
+        str(comparisons.about["name"]),
         data.logs.numpy(),
         np.mean(logs, axis=0),
         spread,
@@ -258,9 +260,9 @@ def judge(parameters: NetworkParameters, found: Comparisons) -> Judged:
 
 
 def calibrate(
-    parameters: NetworkParameters, judged: Sequence[Judged], wanted: float = 0.9
+    parameters: NetworkParameters, judged: Sequence[Judged], coverage: float = 0.9
 ) -> NetworkParameters:
-    """Widen the intervals so that they contain the part `wanted` of the measured values of these networks, which were
+    """Widen the intervals so that they contain the part `coverage` of the measured values of these networks, which were
     not trained on (conformal prediction, Vovk et al., 2005). Each network has the same weight. Raises TrainingError
     without networks."""
     judged = [j for j in judged if len(j.measured)]
@@ -270,8 +272,8 @@ def calibrate(
     weights = np.concatenate([np.full(len(a), 1 / len(a)) for a in apart])
     flat = np.concatenate(apart)
     order = np.argsort(flat)
-    place = int(np.searchsorted(np.cumsum(weights[order]) / weights.sum(), wanted))
-    scale = float(flat[order][min(place, len(flat) - 1)])
+    index = int(np.searchsorted(np.cumsum(weights[order]) / weights.sum(), coverage))
+    scale = float(flat[order][min(index, len(flat) - 1)])
     arrays = {**parameters.arrays, "scale": np.full(parameters.config.members, scale, np.float32)}
     return replace(parameters, arrays=arrays)
 

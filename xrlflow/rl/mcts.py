@@ -53,7 +53,7 @@ class TreeConfig:
 
     batch: int = 8  # simulations between two calls of the network
     exploration: float = 1.25  # the weight of the priors against the values of simulations
-    doubt: float = 0.3  # the part of the priors that prefers small losses instead of following the policy
+    caution: float = 0.3  # the part of the priors that prefers small losses instead of following the policy
     rise: float = 8.0  # the nats that a loss of the whole initial cost adds
     best: float = 0.5  # the weight of an edge's best simulation against the mean of all
     trust: float = 0.25  # the part of the critic's value that counts
@@ -68,17 +68,17 @@ class _Vertex:
     """A state in the tree: its A actions (groups of equal substitutions), their priors, and simulations' results
     [A]."""
 
-    __slots__ = ("actions", "best", "found", "priors", "total", "visits")
+    __slots__ = ("actions", "best", "node", "priors", "total", "visits")
 
-    def __init__(self, found: SearchNode, actions: list[tuple[Match, ...]], priors: Floats) -> None:
-        self.found, self.actions, self.priors = found, actions, priors
+    def __init__(self, node: SearchNode, actions: list[tuple[Match, ...]], priors: Floats) -> None:
+        self.node, self.actions, self.priors = node, actions, priors
         count = len(actions)
         self.visits, self.total = np.zeros(count), np.zeros(count)
         self.best = np.full(count, -np.inf)
 
 
 # The path of a simulation: vertices, and the numbers of the actions that it took there.
-_Way = list[tuple[_Vertex, int]]
+_Path = list[tuple[_Vertex, int]]
 
 
 def tree_search(
@@ -124,10 +124,10 @@ class _TreeSearch(States, Generic[Obs]):
             patience, idle = self.config.patience, 0
             while idle < _IDLE and (patience is None or self.expanded - self.improved_at < patience):
                 before = self.expanded
-                moved = self.round(first)
+                acted = self.round(first)
                 if self.best is not first:
-                    moved = self.round(self.best) or moved
-                if not moved:
+                    acted = self.round(self.best) or acted
+                if not acted:
                     break
                 idle = 0 if self.expanded > before else idle + 1
         except Over:
@@ -139,49 +139,49 @@ class _TreeSearch(States, Generic[Obs]):
         if start.state.fingerprint not in self.tree:
             self.grow([([], start)])
         root = self.tree[start.state.fingerprint]
-        arrived: list[tuple[_Way, SearchNode]] = []
-        moved = False
+        arrived: list[tuple[_Path, SearchNode]] = []
+        acted = False
         for _ in range(self.config.batch):
-            way, found = self.simulate(root)
-            moved = moved or bool(way)
-            if found is None:
-                self.learn(way, -np.inf)
+            path, node = self.simulate(root)
+            acted = acted or bool(path)
+            if node is None:
+                self.learn(path, -np.inf)
             else:
-                for vertex, action in way:  # until its value is known, a simulation counts as a loss
+                for vertex, action in path:  # until its value is known, a simulation counts as a loss
                     vertex.visits[action] += 1
-                arrived.append((way, found))
+                arrived.append((path, node))
             if self.best is not best:
                 break
-        for way, _ in arrived:
-            for vertex, action in way:
+        for path, _ in arrived:
+            for vertex, action in path:
                 vertex.visits[action] -= 1
         self.grow(arrived)
-        return moved
+        return acted
 
-    def simulate(self, root: _Vertex) -> tuple[_Way, SearchNode | None]:
+    def simulate(self, root: _Vertex) -> tuple[_Path, SearchNode | None]:
         """Walk down the tree to a new state. Returns the path and the state at its end; None if that repeats an earlier
         one, or is too large."""
-        way: _Way = []
-        vertex, seen = root, {root.found.state.fingerprint}
-        while len(way) < self.config.depth and vertex.actions:
+        path: _Path = []
+        vertex, visited = root, {root.node.state.fingerprint}
+        while len(path) < self.config.depth and vertex.actions:
             action = self.choose(vertex)
-            way.append((vertex, action))
+            path.append((vertex, action))
             successor = self.follow(vertex, action)
-            if successor is None or successor.state.fingerprint in seen:
-                return way, None
+            if successor is None or successor.state.fingerprint in visited:
+                return path, None
             here = successor.state.fingerprint
-            seen.add(here)
-            known = self.tree.get(here)
-            if known is None:
-                self.descend(successor, vertex.found.cost)
-                return way, successor
-            vertex = known
-        return way, vertex.found if way else None
+            visited.add(here)
+            next_vertex = self.tree.get(here)
+            if next_vertex is None:
+                self.descend(successor, vertex.node.cost)
+                return path, successor
+            vertex = next_vertex
+        return path, vertex.node if path else None
 
     def follow(self, vertex: _Vertex, action: int) -> SearchNode | None:
         """The state after an action: that of its first substitution whose result is not too large; None if all are."""
         for match in vertex.actions[action]:
-            successor = self.make(vertex.found, match)
+            successor = self.make(vertex.node, match)
             if successor is not None:
                 return successor
         return None
@@ -202,18 +202,18 @@ class _TreeSearch(States, Generic[Obs]):
         span = self.greatest - self.least
         return (values - self.least) / span if span > 0 else np.zeros_like(values)
 
-    def grow(self, arrived: Sequence[tuple[_Way, SearchNode]]) -> None:
+    def grow(self, arrived: Sequence[tuple[_Path, SearchNode]]) -> None:
         """Ask the agent about new states, add them to the tree, and add their values to the paths that led there."""
         new = {f.state.fingerprint: f for _, f in arrived if f.state.fingerprint not in self.tree}
         promised: dict[int, float] = {}
         if new:
             promised = self.evaluate(list(new.values()))
-        for way, found in arrived:
-            here = found.state.fingerprint
-            end = self.ends.get(here, found)
-            saved = 1.0 - min(end.cost, found.cost) / max(self.root.cost, 1e-30)
-            hoped = 1.0 - found.cost / max(self.root.cost, 1e-30) + promised.get(here, 0.0)
-            self.learn(way, (1 - self.config.trust) * saved + self.config.trust * max(saved, hoped))
+        for path, node in arrived:
+            here = node.state.fingerprint
+            end = self.ends.get(here, node)
+            saved = 1.0 - min(end.cost, node.cost) / max(self.root.cost, 1e-30)
+            hoped = 1.0 - node.cost / max(self.root.cost, 1e-30) + promised.get(here, 0.0)
+            self.learn(path, (1 - self.config.trust) * saved + self.config.trust * max(saved, hoped))
 
     def evaluate(self, states: Sequence[SearchNode]) -> dict[int, float]:
         """Add states to the tree. Returns, by fingerprint, the part of the initial cost that the critic expects to
@@ -221,49 +221,44 @@ class _TreeSearch(States, Generic[Obs]):
         if self.limits.over(self.expanded, self.best.cost):
             raise Over
         situations = []
-        for found in states:
-            offered = choices(found.state, self.ancestors(found))
+        for node in states:
+            offered = choices(node.state, self.ancestors(node))
             self.generated += len(offered)
-            situations.append(Situation(found.state, offered, found.cost, self.root.cost))
+            situations.append(Situation(node.state, offered, node.cost, self.root.cost))
         flat, values = self.judge.evaluate([self.observe(s) for s in situations])
-        wanted = sum(len(s.candidates) + 1 for s in situations)
-        if (
-            len(flat) != wanted
-            or len(values) != len(states)
-            or np.isnan(flat).any()
-            or np.isnan(values).any()
-        ):
+        count = sum(len(s.candidates) + 1 for s in situations)
+        if len(flat) != count or len(values) != len(states) or np.isnan(flat).any() or np.isnan(values).any():
             raise PolicyError("the agent gives no probability or value for a state: train it again")
         first = 0
         promised = {}
-        for found, situation, value in zip(states, situations, values.tolist()):
+        for node, situation, value in zip(states, situations, values.tolist()):
             matches = situation.candidates
             log_probs = flat[first : first + len(matches)]
             first += len(matches) + 1
-            self.tree[found.state.fingerprint] = self.vertex(found, matches, log_probs)
-            promised[found.state.fingerprint] = max(value, 0.0) / self.config.unit
+            self.tree[node.state.fingerprint] = self.vertex(node, matches, log_probs)
+            promised[node.state.fingerprint] = max(value, 0.0) / self.config.unit
         return promised
 
-    def vertex(self, found: SearchNode, matches: Sequence[Match], log_probs: Floats) -> _Vertex:
+    def vertex(self, node: SearchNode, matches: Sequence[Match], log_probs: Floats) -> _Vertex:
         """A vertex whose actions are the groups of equal substitutions, the likeliest substitution of each group
         first."""
         groups: dict[Group, list[int]] = {}
         for index in np.argsort(-log_probs, kind="stable").tolist():
-            groups.setdefault(alike(found.state.graph, matches[index], found.cost), []).append(index)
+            groups.setdefault(alike(node.state.graph, matches[index], node.cost), []).append(index)
         members = list(groups.values())
         if not members:
-            return _Vertex(found, [], np.zeros(0))
+            return _Vertex(node, [], np.zeros(0))
         likely = np.array([np.exp(log_probs[each]).sum() for each in members])
         losses = np.array([matches[each[0]].delta for each in members]) / max(self.root.cost, 1e-30)
         steep = np.maximum(losses, 0.0)
         mild = np.exp(
             (steep.min() - steep) * self.config.rise
         )  # the smallest loss gives 1, so the sum is not 0
-        doubt = self.config.doubt if likely.sum() > 0 else 1.0
-        priors = (1 - doubt) * likely / max(float(likely.sum()), 1e-30) + doubt * mild / mild.sum()
-        return _Vertex(found, [tuple(matches[i] for i in each) for each in members], priors)
+        caution = self.config.caution if likely.sum() > 0 else 1.0
+        priors = (1 - caution) * likely / max(float(likely.sum()), 1e-30) + caution * mild / mild.sum()
+        return _Vertex(node, [tuple(matches[i] for i in each) for each in members], priors)
 
-    def learn(self, way: _Way, value: float) -> None:
+    def learn(self, path: _Path, value: float) -> None:
         """Add the value of a simulation to the edges of its path; -inf (no new state) counts as the least value so
         far."""
         lost = not np.isfinite(value)
@@ -271,7 +266,7 @@ class _TreeSearch(States, Generic[Obs]):
             value = self.least if np.isfinite(self.least) else 0.0
         else:
             self.least, self.greatest = min(self.least, value), max(self.greatest, value)
-        for vertex, action in way:
+        for vertex, action in path:
             vertex.visits[action] += 1
             vertex.total[action] += value
             if not lost:

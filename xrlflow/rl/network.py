@@ -107,8 +107,8 @@ def to_onnx(parameters: Parameters) -> onnx.ModelProto:
     state = net("Concat", graphs, pooled, axis=1)
     stop = net.linear("stop.2", net("Tanh", net.linear("stop.0", state)))
     net("Squeeze", stop, net.constant([1]), output="stop")
-    known = net("Concat", state, "globals", axis=1)
-    value = net.linear("value.2", net("Tanh", net.linear("value.0", known)))
+    described = net("Concat", state, "globals", axis=1)
+    value = net.linear("value.2", net("Tanh", net.linear("value.0", described)))
     net("Squeeze", value, net.constant([1]), output="values")
     return net.model()
 
@@ -153,14 +153,14 @@ class _Builder:
         """The number of rows of x, [1]."""
         return self("Shape", x, start=0, end=1)
 
-    def sums(self, rows: str, owner: str, count: str, width: int, least: float | None = None) -> str:
-        """The sum of the rows [R, width] of each owner, [count, width]; with `least` the maximum, at least that."""
+    def sums(self, rows: str, owner: str, count: str, width: int, minimum: float | None = None) -> str:
+        """The sum of the rows [R, width] of each owner, [count, width]; with `minimum` the maximum, at least that."""
         shape = self("Concat", count, self.constant([width]), axis=0)
-        start = np.array([0.0 if least is None else least], np.float32)
+        start = np.array([0.0 if minimum is None else minimum], np.float32)
         filled = self("ConstantOfShape", shape, value=numpy_helper.from_array(start))
-        places = self("Unsqueeze", owner, self.constant([1]))
-        reduction = "add" if least is None else "max"
-        return self("ScatterND", filled, places, rows, reduction=reduction)
+        indices = self("Unsqueeze", owner, self.constant([1]))
+        reduction = "add" if minimum is None else "max"
+        return self("ScatterND", filled, indices, rows, reduction=reduction)
 
     def mean(self, rows: str, owner: str, count: str, width: int) -> str:
         """The mean of the rows of each owner, [count, width]; 0 for an owner without rows."""
@@ -210,7 +210,7 @@ def _encoder(net: _Builder, config: EncoderConfig) -> tuple[str, str]:
 
 def _softmax_by(net: _Builder, scores: str, owner: str, count: str, width: int) -> tuple[str, str]:
     """Unnormalised softmax weights of rows [R, width] and their sum for each owner [count, width], at least 1e-9."""
-    top = net.sums(scores, owner, count, width, least=float("-inf"))
+    top = net.sums(scores, owner, count, width, minimum=float("-inf"))
     weights = net("Exp", net("Sub", scores, net("Gather", top, owner)))
     total = net("Max", net.sums(weights, owner, count, width), net.constant(np.float32(1e-9)))
     return weights, total
@@ -225,7 +225,7 @@ def _attention(net: _Builder, name: str, nodes: str, ends: tuple[str, str], conf
     def columns(begin: int, end: int) -> str:
         return net("Slice", spoken, net.constant([begin]), net.constant([end]), net.constant([1]))
 
-    said = columns(0, width)
+    values = columns(0, width)
     of_source = net("Gather", columns(width, width + heads), source)
     of_target = net("Gather", columns(width + heads, width + 2 * heads), target)
     of_edge = net.linear(f"{name}.of_edge", "edge_attr")
@@ -235,7 +235,7 @@ def _attention(net: _Builder, name: str, nodes: str, ends: tuple[str, str], conf
     by_head = net.constant([-1, heads, width // heads])
     flat = net.constant([-1, width])
     part = net("Unsqueeze", weights, net.constant([2]))
-    messages = net("Mul", net("Reshape", net("Gather", said, source), by_head), part)
+    messages = net("Mul", net("Reshape", net("Gather", values, source), by_head), part)
     heard = net.sums(net("Reshape", messages, flat), target, count, width)
     share = net("Div", net("Reshape", heard, by_head), net("Unsqueeze", total, net.constant([2])))
     biased = net("Add", net("Reshape", share, flat), net.parameter(f"{name}.bias"))

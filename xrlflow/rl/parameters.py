@@ -81,9 +81,9 @@ class Parameters:
             return self
         arrays = dict(self.arrays)
         for name, kind in _NUMBERED.items():
-            known = arrays[name]
-            rows = np.zeros((len(getattr(vocabulary, kind)) + 1, known.shape[1]), known.dtype)
-            rows[: len(known)] = known
+            old_rows = arrays[name]
+            rows = np.zeros((len(getattr(vocabulary, kind)) + 1, old_rows.shape[1]), old_rows.dtype)
+            rows[: len(old_rows)] = old_rows
             arrays[name] = rows
         return replace(self, vocabulary=vocabulary, arrays=arrays)
 
@@ -120,8 +120,8 @@ def shapes(vocabulary: Vocabulary, config: AgentConfig) -> dict[str, tuple[int, 
     def head(name: str, inputs: int) -> dict[str, tuple[int, ...]]:
         return linear(f"{name}.0", inputs, width) | linear(f"{name}.2", width, 1)
 
-    found = {name: (len(getattr(vocabulary, kind)) + 1, width) for name, kind in _NUMBERED.items()}
-    out: dict[str, tuple[int, ...]] = {"trust": (2,), **found}
+    shapes_by_name = {name: (len(getattr(vocabulary, kind)) + 1, width) for name, kind in _NUMBERED.items()}
+    out: dict[str, tuple[int, ...]] = {"trust": (2,), **shapes_by_name}
     out |= linear("encoder.of_node", NODE_FEATURES, width)
     out |= linear("encoder.edges.of_edge", EDGE_FEATURES, width)
     out |= linear("encoder.edges.of_source", width, width, bias=False)
@@ -168,10 +168,10 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Parameters:
         )
     try:
         words = {name: tuple(map(str, config["vocabulary"][name])) for name in Vocabulary.__slots__}
-        vocabulary, form = Vocabulary(**words), AgentConfig.from_json(config["agent"])
-        if form.encoder.layers > len(checkpoint.tensors):
-            raise ValueError(f"{form.encoder.layers} layers")
-        expected = shapes(vocabulary, form)
+        vocabulary, config_of_agent = Vocabulary(**words), AgentConfig.from_json(config["agent"])
+        if config_of_agent.encoder.layers > len(checkpoint.tensors):
+            raise ValueError(f"{config_of_agent.encoder.layers} layers")
+        expected = shapes(vocabulary, config_of_agent)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the agent's configuration is damaged: {_shown(repr(error))}") from error
     if expected.keys() != checkpoint.tensors.keys():
@@ -187,4 +187,4 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Parameters:
             raise CheckpointError(f"the agent's {name} has elements of type {array.dtype}, not float32")
         if not np.isfinite(array).all():
             raise CheckpointError(f"the agent's {name} has numbers that are not finite")
-    return Parameters(vocabulary, form, checkpoint.tensors, config.get("about", {}))
+    return Parameters(vocabulary, config_of_agent, checkpoint.tensors, config.get("about", {}))

@@ -23,11 +23,11 @@ class Situation:
 def choices(state: RewriteState, visited: Collection[int] = ()) -> tuple[Match, ...]:
     """One candidate for each resulting graph, without graphs whose fingerprint is in `visited`."""
     here = state.fingerprint
-    seen: set[int] = set()
-    kept = []
+    fingerprints: set[int] = set()
+    matches = []
     for match in state.candidates:
         there = (here + match.shift) & FINGERPRINT_MASK
-        if there not in seen and there not in visited:
-            seen.add(there)
-            kept.append(match)
-    return tuple(kept)
+        if there not in fingerprints and there not in visited:
+            fingerprints.add(there)
+            matches.append(match)
+    return tuple(matches)

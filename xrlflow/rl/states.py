@@ -42,17 +42,17 @@ class States:
     def result(self, seconds: float, interrupted: bool) -> SearchResult:
         """The result, with the prices of the cost model that the caller passed."""
 
-        def plain(found: SearchNode) -> SearchNode:
-            return replace(found, state=replace(found.state, delta=self._delta))
+        def plain(node: SearchNode) -> SearchNode:
+            return replace(node, state=replace(node.state, delta=self._delta))
 
         shortlist = tuple(plain(f) for f in self.shortlist.best())
         return SearchResult(plain(self.best), shortlist, self.expanded, self.generated, seconds, interrupted)
 
     def make(self, parent: SearchNode, match: Match) -> SearchNode | None:
         """The successor, cached if it is known; None if it is too large. Raises Over at the limits."""
-        known = self.reached.get((parent.state.fingerprint + match.shift) & FINGERPRINT_MASK)
-        if known is not None:
-            return known
+        cached = self.reached.get((parent.state.fingerprint + match.shift) & FINGERPRINT_MASK)
+        if cached is not None:
+            return cached
         if self.limits.over(self.expanded, self.best.cost):
             raise Over
         state = parent.state
@@ -64,53 +64,53 @@ class States:
         cost = parent.cost + float(state.delta(state.graph, edit))
         successor = state.apply(match, edit)
         self.expanded += 1
-        known = self.reached.get(successor.fingerprint)
-        if known is not None:
-            return known
-        found = SearchNode(successor, extend(parent.path, match, edit, cost), cost)
-        self.reached[successor.fingerprint] = found
+        cached = self.reached.get(successor.fingerprint)
+        if cached is not None:
+            return cached
+        node = SearchNode(successor, extend(parent.path, match, edit, cost), cost)
+        self.reached[successor.fingerprint] = node
         self.parents[successor.fingerprint] = parent.state.fingerprint
-        self.shortlist.offer(found)
+        self.shortlist.offer(node)
         if cost < self.best.cost - ROUNDING * self.root.cost:
-            self.best, self.improved_at = found, self.expanded
-        return found
+            self.best, self.improved_at = node, self.expanded
+        return node
 
-    def descend(self, found: SearchNode, back: float | None = None) -> SearchNode:
+    def descend(self, node: SearchNode, back: float | None = None) -> SearchNode:
         """The end of the greedy descent from a state.
 
         After a loss, the largest gain often comes from undoing it, directly or by another rule. So the descent avoids
         states of other descents, and states with the same cost as the state before the loss (`back`).
         """
-        here = found.state.fingerprint
+        here = node.state.fingerprint
         if here in self.ends:
             return self.ends[here]
-        way: list[int] = []
-        self.ends[here] = found  # preliminary, so that the descent does not return here
+        path: list[int] = []
+        self.ends[here] = node  # preliminary, so that the descent does not return here
         while True:
-            way.append(here)
-            self.generated += found.state.count
-            match = found.state.gains_most(ROUNDING * found.cost, partial(self.leads_back, found, back))
+            path.append(here)
+            self.generated += node.state.count
+            match = node.state.gains_most(ROUNDING * node.cost, partial(self.leads_back, node, back))
             if match is None:
                 break
-            successor = self.make(found, match)
+            successor = self.make(node, match)
             if successor is None or successor.state.fingerprint in self.ends:
                 break
-            found = successor
-            here = found.state.fingerprint
-            self.ends[here] = found
-        for fingerprint in way:
-            self.ends[fingerprint] = found
-        return found
+            node = successor
+            here = node.state.fingerprint
+            self.ends[here] = node
+        for fingerprint in path:
+            self.ends[fingerprint] = node
+        return node
 
-    def leads_back(self, found: SearchNode, back: float | None, match: Match) -> bool:
+    def leads_back(self, node: SearchNode, back: float | None, match: Match) -> bool:
         """Whether a candidate leads to a state of an earlier descent, or to the cost `back`."""
-        if (found.state.fingerprint + match.shift) & FINGERPRINT_MASK in self.ends:
+        if (node.state.fingerprint + match.shift) & FINGERPRINT_MASK in self.ends:
             return True
-        return back is not None and abs(found.cost + match.delta - back) <= ROUNDING * self.root.cost
+        return back is not None and abs(node.cost + match.delta - back) <= ROUNDING * self.root.cost
 
-    def ancestors(self, found: SearchNode) -> set[int]:
+    def ancestors(self, node: SearchNode) -> set[int]:
         """The fingerprints of all states on the path to a state, including its own."""
-        at: int | None = found.state.fingerprint
+        at: int | None = node.state.fingerprint
         out: set[int] = set()
         while at is not None:
             out.add(at)

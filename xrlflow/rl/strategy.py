@@ -68,7 +68,7 @@ class StrategyConfig:
     burst: float = 0.5
     """A burst also applies candidates whose probability is at least this part of the likeliest one's."""
     temperature: float = 1.0  # of rollouts that sample
-    doubt: float = 0.3
+    caution: float = 0.3
     """The part of a kick's probability that prefers small losses instead of following the policy."""
     rise: float = 8.0  # the nats that a loss of the whole initial cost adds
     twins: float = 2.0  # the n-th state of the same size and cost gets `twins` * log(n) nats more
@@ -86,14 +86,14 @@ Group = tuple[object, ...]
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _Evaluated:
     """An evaluated state: its C choices, and the log-probabilities [C + 1] of these and No-Op.
 
     `group` [C] is the group of each choice; choices of one group are equal in different places. `groups` lists the
     members of each group, the likeliest first.
     """
 
-    found: SearchNode
+    node: SearchNode
     choices: tuple[Match, ...]
     log_probs: npt.NDArray[np.float64]
     group: npt.NDArray[np.int64]
@@ -101,10 +101,10 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
+class _Pending:
     """A state that waits for its evaluation. `before`: the state where the kick began that led to it."""
 
-    found: SearchNode
+    node: SearchNode
     nats: float
     depth: int
     before: SearchNode | None
@@ -116,7 +116,7 @@ class _Rollout:
 
     at: SearchNode
     temperature: float
-    seen: set[int] = field(default_factory=set)
+    visited: set[int] = field(default_factory=set)
     steps: int = 0
 
 
@@ -125,7 +125,7 @@ class _Kick:
     """Equal substitutions in different places, of which one is tried. `nats`: the order in the queue; fewer come
     first."""
 
-    found: SearchNode
+    node: SearchNode
     alike: tuple[Match, ...]
     nats: float
     depth: int
@@ -175,9 +175,9 @@ class _Search(States, Generic[Obs]):
         self.policy, self.observe, self.config = policy, observe, config
         self.rng = np.random.default_rng(seed)
         # By fingerprint: the evaluations of states.
-        self.places: dict[int, _Place] = {}
+        self.evaluated_states: dict[int, _Evaluated] = {}
         # Both queues are ordered by (nats, number).
-        self.pending: list[tuple[float, int, _Waiting]] = []
+        self.pending: list[tuple[float, int, _Pending]] = []
         self.kicks: list[tuple[float, int, _Kick]] = []
         self.queued: set[int] = set()
         # Counts states of one size and cost. Mostly these are the same substitutions in other places, or detours back.
@@ -206,27 +206,31 @@ class _Search(States, Generic[Obs]):
     def round(self, rollouts: list[_Rollout]) -> int:
         """Make one network call and use it for kicks and rollouts. Returns the number of rollouts that ended."""
         config = self.config
-        wanted = {r.at.state.fingerprint: r.at for r in rollouts if r.at.state.fingerprint not in self.places}
-        arrived: list[_Waiting] = []
-        while self.pending and len(wanted) < config.batch:
+        requested = {
+            r.at.state.fingerprint: r.at
+            for r in rollouts
+            if r.at.state.fingerprint not in self.evaluated_states
+        }
+        arrived: list[_Pending] = []
+        while self.pending and len(requested) < config.batch:
             if self.kicks and self.kicks[0][0] < self.pending[0][0] and len(self.kicks) >= config.kicks:
                 break  # enough kicks in the queue are likelier
-            waiting = heapq.heappop(self.pending)[2]
-            arrived.append(waiting)
-            if waiting.found.state.fingerprint not in self.places:
-                wanted[waiting.found.state.fingerprint] = waiting.found
-        self.evaluate(list(wanted.values()))
-        for waiting in arrived:
-            self.consider_kicks(waiting)
+            pending = heapq.heappop(self.pending)[2]
+            arrived.append(pending)
+            if pending.node.state.fingerprint not in self.evaluated_states:
+                requested[pending.node.state.fingerprint] = pending.node
+        self.evaluate(list(requested.values()))
+        for pending in arrived:
+            self.consider_kicks(pending)
         ended = 0
         for index, rollout in enumerate(rollouts):
             if not self.advance(rollout):
                 ended += 1
                 self.settle(rollout.at)
                 rollouts[index] = _Rollout(self.root, config.temperature)
-        tried = 0
-        while self.kicks and tried < config.kicks:
-            tried += self.kick(heapq.heappop(self.kicks)[2])
+        count = 0
+        while self.kicks and count < config.kicks:
+            count += self.kick(heapq.heappop(self.kicks)[2])
         return ended
 
     # --- the network ---
@@ -238,52 +242,54 @@ class _Search(States, Generic[Obs]):
             if self.limits.over(self.expanded, self.best.cost):
                 raise Over
             situations = []
-            for found in states[start : start + size]:
-                offered = choices(found.state, self.ancestors(found))
+            for node in states[start : start + size]:
+                offered = choices(node.state, self.ancestors(node))
                 self.generated += len(offered)
-                situations.append(Situation(found.state, offered, found.cost, self.root.cost))
+                situations.append(Situation(node.state, offered, node.cost, self.root.cost))
             flat = self.policy.log_probs([self.observe(s) for s in situations])
             if len(flat) != sum(len(s.candidates) + 1 for s in situations) or np.isnan(flat).any():
                 raise PolicyError(
                     "the policy gives no probability for each candidate and No-Op: train it again"
                 )
             first = 0
-            for found, situation in zip(states[start : start + size], situations):
+            for node, situation in zip(states[start : start + size], situations):
                 matches = situation.candidates
                 log_probs = flat[first : first + len(matches) + 1]
                 first += len(matches) + 1
                 numbers: dict[Group, int] = {}
-                graph = found.state.graph
+                graph = node.state.graph
                 group = np.array(
-                    [numbers.setdefault(alike(graph, m, found.cost), len(numbers)) for m in matches], np.int64
+                    [numbers.setdefault(alike(graph, m, node.cost), len(numbers)) for m in matches], np.int64
                 )
                 groups: list[list[int]] = [[] for _ in numbers]
                 for index in np.argsort(-log_probs[:-1], kind="stable").tolist():
                     groups[group[index]].append(index)
-                self.places[found.state.fingerprint] = _Place(found, matches, log_probs, group, groups)
+                self.evaluated_states[node.state.fingerprint] = _Evaluated(
+                    node, matches, log_probs, group, groups
+                )
                 self.evaluated += 1
 
     # --- kicks ---
 
     def await_evaluation(
-        self, found: SearchNode, nats: float, depth: int, before: SearchNode | None = None
+        self, node: SearchNode, nats: float, depth: int, before: SearchNode | None = None
     ) -> None:
-        if found.state.fingerprint in self.queued:
+        if node.state.fingerprint in self.queued:
             return
-        self.queued.add(found.state.fingerprint)
-        twin = (found.state.graph.node_count, round(found.cost / max(self.root.cost, 1e-30), 9))
+        self.queued.add(node.state.fingerprint)
+        twin = (node.state.graph.node_count, round(node.cost / max(self.root.cost, 1e-30), 9))
         self.twins[twin] += 1
         nats += self.config.twins * log(self.twins[twin])
         self.numbers += 1
-        heapq.heappush(self.pending, (nats, self.numbers, _Waiting(found, nats, depth, before)))
+        heapq.heappush(self.pending, (nats, self.numbers, _Pending(node, nats, depth, before)))
 
-    def consider_kicks(self, waiting: _Waiting) -> None:
+    def consider_kicks(self, pending: _Pending) -> None:
         """Queue one kick per group of choices. Choices that existed before the last kick form groups of their own."""
-        place = self.places[waiting.found.state.fingerprint]
-        before = waiting.before
+        evaluated = self.evaluated_states[pending.node.state.fingerprint]
+        before = pending.before
         old = {m.key for m in before.state.candidates} if before is not None else set()
         sides = [
-            [[i for i in g if (place.choices[i].key in old) is known] for g in place.groups]
+            [[i for i in g if (evaluated.choices[i].key in old) is known] for g in evaluated.groups]
             for known in (False, True)
         ]
         shares = (1.0, self.config.elsewhere if any(sides[0]) else 1.0)
@@ -291,24 +297,24 @@ class _Search(States, Generic[Obs]):
             parts = [g for g in groups if g]
             if not parts:
                 continue
-            probability = np.array([np.exp(place.log_probs[g]).sum() for g in parts])
-            loss = np.array([place.choices[g[0]].delta for g in parts]) / max(self.root.cost, 1e-30)
+            probability = np.array([np.exp(evaluated.log_probs[g]).sum() for g in parts])
+            loss = np.array([evaluated.choices[g[0]].delta for g in parts]) / max(self.root.cost, 1e-30)
             prior = np.exp(-np.maximum(loss, 0.0) * self.config.rise)
-            mixed = (1 - self.config.doubt) * probability + self.config.doubt * prior / prior.sum()
+            mixed = (1 - self.config.caution) * probability + self.config.caution * prior / prior.sum()
             for members, chance in zip(parts, (share * mixed).tolist()):
-                same = tuple(place.choices[i] for i in members)
-                nats = waiting.nats - log(max(chance, 1e-12))
-                self.await_kick(_Kick(place.found, same, nats, waiting.depth + 1))
+                same = tuple(evaluated.choices[i] for i in members)
+                nats = pending.nats - log(max(chance, 1e-12))
+                self.await_kick(_Kick(evaluated.node, same, nats, pending.depth + 1))
 
     def try_level_steps(self) -> None:
         """Try all kicks with a loss of at most `level`, and start again after each improvement."""
-        least = self.config.level * self.root.cost
+        limit = self.config.level * self.root.cost
         settled: SearchNode | None = None
         while settled is not self.best:
             settled = self.best
             groups: dict[Group, list[Match]] = {}
             for match in choices(settled.state, self.ancestors(settled)):
-                if match.delta <= least:
+                if match.delta <= limit:
                     group = alike(settled.state.graph, match, settled.cost)
                     groups.setdefault(group, []).append(match)
             for alikes in sorted(groups.values(), key=lambda g: (g[0].delta, g[0].key)):
@@ -324,7 +330,7 @@ class _Search(States, Generic[Obs]):
     def kick(self, kick: _Kick) -> bool:
         """Apply one of a kick's substitutions and descend. If that gains, apply the others. False if the state is
         known."""
-        base, best = kick.found, self.best
+        base, best = kick.node, self.best
         here = base.state.fingerprint
         # A rollout may have reached the state before, but rollouts queue no kicks.
         new = (m for m in kick.alike if (here + m.shift) & FINGERPRINT_MASK not in self.queued)
@@ -337,9 +343,9 @@ class _Search(States, Generic[Obs]):
             self.spread(kick.alike, self.descend(self.best))
             self.await_evaluation(self.best, 0.0, 0)
             return True
-        for found in (kicked, end):
-            loss = max(0.0, found.cost - best.cost) / max(self.root.cost, 1e-30)
-            self.await_evaluation(found, kick.nats + self.config.rise * loss, kick.depth, base)
+        for node in (kicked, end):
+            loss = max(0.0, node.cost - best.cost) / max(self.root.cost, 1e-30)
+            self.await_evaluation(node, kick.nats + self.config.rise * loss, kick.depth, base)
         if kick.depth < _REPEATS:
             self.repeat(kick, match, kicked)
         return True
@@ -349,60 +355,60 @@ class _Search(States, Generic[Obs]):
         again = sorted(
             (m for m in kicked.state.candidates if m.rule is match.rule), key=lambda m: (m.delta, m.key)
         )
-        known = {m.key for m in kick.alike}
-        for part in ([m for m in again if m.key in known], [m for m in again if m.key not in known]):
+        earlier = {m.key for m in kick.alike}
+        for part in ([m for m in again if m.key in earlier], [m for m in again if m.key not in earlier]):
             if part:
                 self.await_kick(_Kick(kicked, tuple(part), kick.nats + _AGAIN, kick.depth + 1))
 
-    def spread(self, alike: Sequence[Match], found: SearchNode) -> None:
+    def spread(self, alike: Sequence[Match], node: SearchNode) -> None:
         """Apply the other substitutions of a kick that gained, each only if it gains too."""
         for other in alike:
-            match = found.state.find(other.key)
+            match = node.state.find(other.key)
             if match is None:
                 continue
-            kicked = self.make(found, match)
-            end = self.descend(kicked, found.cost) if kicked is not None else found
-            if end.cost < found.cost:
-                found = end
+            kicked = self.make(node, match)
+            end = self.descend(kicked, node.cost) if kicked is not None else node
+            if end.cost < node.cost:
+                node = end
 
     # --- rollouts ---
 
     def advance(self, rollout: _Rollout) -> bool:
         """Make one burst of a rollout. False if the rollout is over."""
-        place = self.places[rollout.at.state.fingerprint]
-        if not place.choices or rollout.steps >= self.config.horizon:
+        evaluated = self.evaluated_states[rollout.at.state.fingerprint]
+        if not evaluated.choices or rollout.steps >= self.config.horizon:
             return False
-        scores = place.log_probs.copy()
+        scores = evaluated.log_probs.copy()
         if rollout.temperature:
-            noise = rollout.temperature * self.rng.gumbel(size=len(place.groups) + 1)
-            scores[:-1] += noise[place.group]  # choices that are alike get the same noise
+            noise = rollout.temperature * self.rng.gumbel(size=len(evaluated.groups) + 1)
+            scores[:-1] += noise[evaluated.group]  # choices that are alike get the same noise
             scores[-1] += noise[-1]
         order = np.argsort(-scores, kind="stable").tolist()
-        stop = len(place.choices)
+        stop = len(evaluated.choices)
         if order[0] == stop:
             return False
-        least = scores[order[0]] + log(self.config.burst)
-        rollout.seen.add(rollout.at.state.fingerprint)
-        moved = False
+        threshold = scores[order[0]] + log(self.config.burst)
+        rollout.visited.add(rollout.at.state.fingerprint)
+        advanced = False
         for index in order:
-            if index == stop or scores[index] < least or scores[index] <= scores[stop]:
+            if index == stop or scores[index] < threshold or scores[index] <= scores[stop]:
                 break
-            match = rollout.at.state.find(place.choices[index].key)
+            match = rollout.at.state.find(evaluated.choices[index].key)
             if match is None:
                 continue  # an earlier substitution of this burst removed it
             successor = self.make(rollout.at, match)
-            if successor is None or successor.state.fingerprint in rollout.seen:
+            if successor is None or successor.state.fingerprint in rollout.visited:
                 continue
-            rollout.seen.add(successor.state.fingerprint)
+            rollout.visited.add(successor.state.fingerprint)
             rollout.at = successor
             rollout.steps += 1
-            moved = True
-        return moved
+            advanced = True
+        return advanced
 
-    def settle(self, found: SearchNode) -> None:
+    def settle(self, node: SearchNode) -> None:
         """Descend from the end of a rollout, and queue the state there for evaluation if it is new."""
         best = self.best
-        end = self.descend(found)
+        end = self.descend(node)
         loss = max(0.0, end.cost - best.cost) / max(self.root.cost, 1e-30)
         self.await_evaluation(self.best if self.best is not best else end, self.config.rise * loss, 0)
 

@@ -92,10 +92,10 @@ class TrainConfig:
             raise ValueError("TrainConfig.objective can be the best only by the modelled reward")
 
     def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        found["env"]["reward"] = self.env.reward.value
-        found["objective"] = self.objective.value
-        return found
+        values = asdict(self)
+        values["env"]["reward"] = self.env.reward.value
+        values["objective"] = self.objective.value
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,8 @@ class Trainer:
 
     def _collect(self) -> Episodes:
         parameters, count = parameters_of(self.agent), len(self.workers)
-        for place, worker in enumerate(self.workers):
-            key = (self.config.seed, self.iteration, place)
+        for index, worker in enumerate(self.workers):
+            key = (self.config.seed, self.iteration, index)
             seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
             worker.begin(Collect(parameters, seed, math.ceil(self.config.steps / count)))
         played = [worker.episodes() for worker in self.workers]
@@ -208,8 +208,8 @@ class Trainer:
     def evaluate(self) -> Score:
         """Play the held-out problems, or those of training if none are held out. The workers share them."""
         parameters = parameters_of(self.agent)
-        for place, worker in enumerate(self.workers):
-            worker.begin(Evaluate(parameters, place, len(self.workers)))
+        for index, worker in enumerate(self.workers):
+            worker.begin(Evaluate(parameters, index, len(self.workers)))
         return Score(tuple(outcome for worker in self.workers for outcome in worker.outcomes()))
 
     def to_checkpoint(self, best: Agent, score: Score) -> Checkpoint:
@@ -265,10 +265,10 @@ class Trainer:
         return best, score
 
 
-def _outcome(held: Mapping[str, Any]) -> Outcome:
+def _outcome(content: Mapping[str, Any]) -> Outcome:
     """The outcome in a saved state. Raises KeyError, TypeError or ValueError if it is invalid."""
-    initial, best, final, steps = (number(held, name) for name in ("initial", "best", "final", "steps"))
-    return Outcome(str(held["problem"]), initial, best, final, int(steps))
+    initial, best, final, steps = (number(content, name) for name in ("initial", "best", "final", "steps"))
+    return Outcome(str(content["problem"]), initial, best, final, int(steps))
 
 
 def _scalars(
@@ -374,10 +374,10 @@ class _Run:
         scalars = trainer.iterate()
         done = trainer.iteration
         if done % config.evaluate_every == 0 or done == config.iterations:
-            found = trainer.evaluate()
-            scalars |= _evaluated(found)
-            if found.gain > self.score.gain:
-                self.best, self.score = _copy(trainer.agent), found
+            score = trainer.evaluate()
+            scalars |= _evaluated(score)
+            if score.gain > self.score.gain:
+                self.best, self.score = _copy(trainer.agent), score
                 self._keep_agent()
         self._keep()
         logs.scalars(scalars, done)
@@ -423,9 +423,9 @@ def random_agent(vocabulary: Vocabulary, seed: int, config: AgentConfig | None =
 
 
 def _copy(agent: Agent) -> Agent:
-    made = Agent(agent.vocabulary, agent.config)
-    made.load_state_dict(agent.state_dict())
-    return made
+    copy = Agent(agent.vocabulary, agent.config)
+    copy.load_state_dict(agent.state_dict())
+    return copy
 
 
 def fine_tune(
@@ -452,11 +452,11 @@ def fine_tune(
     def log(first: int) -> Logs:
         return Logs(_Listener(progress)) if progress is not None else Logs()
 
-    return train(_Given(task), agent.vocabulary, config, start=agent, deadline=deadline, log=log)
+    return train(_FixedTask(task), agent.vocabulary, config, start=agent, deadline=deadline, log=log)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Given:
+class _FixedTask:
     """Returns its task. Handlers of workers need a function that creates one."""
 
     task: Task

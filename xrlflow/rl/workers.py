@@ -98,7 +98,7 @@ class Differentiate:
     advantages: npt.NDArray[np.float32]
 
 
-Order = Collect | Evaluate | Differentiate
+Request = Collect | Evaluate | Differentiate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,25 +169,25 @@ class Player:
         ]
         self.rollout: Rollout[Observation] | None = None
 
-    def do(self, order: Order) -> Episodes | list[Outcome] | Slope:
-        vector_to_parameters(torch.from_numpy(order.parameters.copy()), self.agent.parameters())
-        if isinstance(order, Collect):
-            return self.collect(order)
-        return self.evaluate(order) if isinstance(order, Evaluate) else self.differentiate(order)
+    def do(self, request: Request) -> Episodes | list[Outcome] | Slope:
+        vector_to_parameters(torch.from_numpy(request.parameters.copy()), self.agent.parameters())
+        if isinstance(request, Collect):
+            return self.collect(request)
+        return self.evaluate(request) if isinstance(request, Evaluate) else self.differentiate(request)
 
-    def collect(self, order: Collect) -> Episodes:
+    def collect(self, request: Collect) -> Episodes:
         self.rollout = None  # frees the old one first, because it may be large
-        generator = torch.Generator().manual_seed(order.seed)
-        episodes = collect(self.agent, self.environments, order.steps, generator)
+        generator = torch.Generator().manual_seed(request.seed)
+        episodes = collect(self.agent, self.environments, request.steps, generator)
         self.rollout = Rollout.of(episodes, self.setup.ppo)
         for episode in episodes:
             episode.observations = []
             episode.info = {"outcome": Outcome.of(episode.info, len(episode))}
         return episodes
 
-    def differentiate(self, order: Differentiate) -> Slope:
+    def differentiate(self, request: Differentiate) -> Slope:
         assert self.rollout is not None, "nothing was collected"
-        steps = self.rollout.part(torch.from_numpy(order.steps), torch.from_numpy(order.advantages))
+        steps = self.rollout.part(torch.from_numpy(request.steps), torch.from_numpy(request.advantages))
         self.agent.zero_grad()
         terms = losses(self.agent, steps, self.setup.ppo)
         terms["loss"].backward()  # type: ignore[no-untyped-call]
@@ -196,8 +196,8 @@ class Player:
         ]
         return Slope(torch.cat(gradients).numpy(), {name: float(t.detach()) for name, t in terms.items()})
 
-    def evaluate(self, order: Evaluate) -> list[Outcome]:
-        problems = (self.task.held_out or self.task.problems)[order.first :: order.every]
+    def evaluate(self, request: Evaluate) -> list[Outcome]:
+        problems = (self.task.held_out or self.task.problems)[request.first :: request.every]
         return play(self.agent, problems, self.task.observe, self.setup.env)
 
 
@@ -226,8 +226,8 @@ def play(
 
 def parameters_of(agent: Agent) -> Parameters:
     """The agent's parameters in one vector, for requests."""
-    found: Parameters = parameters_to_vector(agent.parameters()).detach().numpy()
-    return found
+    vector: Parameters = parameters_to_vector(agent.parameters()).detach().numpy()
+    return vector
 
 
 def _player(setup: Setup) -> Player:
@@ -243,49 +243,49 @@ class PlayingWorker:
         self.name = name
         self._factory = factory
         self._make = functools.partial(Player if isinstance(factory, InProcess) else _player, setup)
-        self._order: Order | None = None
+        self._request: Request | None = None
         self._collected: Collect | None = None
         self.worker: Worker = factory.worker(self._make, name)
 
-    def begin(self, order: Order) -> None:
+    def begin(self, request: Request) -> None:
         """Give it a request. Raises WorkerError if it is lost again and again."""
-        self._order = order
+        self._request = request
         try:
-            self.worker.begin(order)
+            self.worker.begin(request)
         except WorkerLost as lost:
             self._replace(lost)
 
     def episodes(self) -> Episodes:
         """The result of a Collect, without observations. `info["outcome"]` of each episode is its Outcome."""
-        found: Episodes = self._answer()
-        return found
+        episodes: Episodes = self._reply()
+        return episodes
 
     def outcomes(self) -> list[Outcome]:
         """The result of an Evaluate."""
-        found: list[Outcome] = self._answer()
-        return found
+        outcomes: list[Outcome] = self._reply()
+        return outcomes
 
     def slope(self) -> Slope:
         """The result of a Differentiate."""
-        found = self._answer()
-        assert isinstance(found, Slope), "no Differentiate was begun"
-        return found
+        slope = self._reply()
+        assert isinstance(slope, Slope), "no Differentiate was begun"
+        return slope
 
     def close(self) -> None:
         self.worker.close()
 
-    def _answer(self) -> Any:
+    def _reply(self) -> Any:
         """The reply to the last request. Raises WorkerError if the worker failed, or is lost again and again."""
         for _ in range(ATTEMPTS):
             try:
-                found = self.worker.reply()
+                reply = self.worker.reply()
             except WorkerLost as lost:
                 self._replace(lost)
                 continue
-            if isinstance(self._order, Collect):
-                self._collected = self._order
-            self._order = None
-            return found
+            if isinstance(self._request, Collect):
+                self._collected = self._request
+            self._request = None
+            return reply
         raise WorkerError(f"{self.name} was lost {ATTEMPTS} times over one task")
 
     def _replace(self, lost: WorkerLost) -> None:
@@ -294,10 +294,10 @@ class PlayingWorker:
             self.worker.close()
             self.worker = self._factory.worker(self._make, self.name)
             try:
-                if isinstance(self._order, Differentiate) and self._collected is not None:
+                if isinstance(self._request, Differentiate) and self._collected is not None:
                     self.worker.begin(self._collected)
                     self.worker.reply()
-                self.worker.begin(self._order)
+                self.worker.begin(self._request)
             except WorkerLost as again:
                 lost = again
             else:
@@ -308,12 +308,12 @@ class PlayingWorker:
 def make_workers(setup: Setup, workers: int, factory: WorkerFactory | None = None) -> list[PlayingWorker]:
     """Start this number of workers; 0 gives one in this process. `factory`: by default processes of this machine."""
     where = InProcess() if workers == 0 else factory if factory is not None else Processes()
-    made: list[PlayingWorker] = []
+    started: list[PlayingWorker] = []
     try:
         for number in range(max(1, workers)):
-            made.append(PlayingWorker(setup, where, f"worker {number}"))
+            started.append(PlayingWorker(setup, where, f"worker {number}"))
     except BaseException:
-        for worker in made:
+        for worker in started:
             worker.close()
         raise
-    return made
+    return started

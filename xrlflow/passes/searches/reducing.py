@@ -21,23 +21,23 @@ def reducing(
     pass is dropped. `say` receives a line for each dropped pass. Raises CompilerError if the whole order fails.
     """
 
-    def left(names: Sequence[str]) -> float:
+    def value_of(names: Sequence[str]) -> float:
         return math.fsum(
             math.log(max(compiler.default(module, names).summary.of(metric), 1e-30)) for module in modules
         )
 
-    kept, least = list(compiler.passes), left(compiler.passes)
+    remaining, lowest = list(compiler.passes), value_of(compiler.passes)
     before = 0
-    while len(kept) != before:
-        before = len(kept)
-        for name in tuple(kept):
-            fewer = [other for other in kept if other != name]
+    while len(remaining) != before:
+        before = len(remaining)
+        for name in tuple(remaining):
+            fewer = [other for other in remaining if other != name]
             try:
-                value = left(fewer)
+                value = value_of(fewer)
             except CompilerError:  # another pass fails without this one, so this one stays
                 continue
-            if value <= least + 1e-12:
-                kept, least = fewer, value
+            if value <= lowest + 1e-12:
+                remaining, lowest = fewer, value
                 if say is not None:
-                    say(f"without {name}: {math.exp(least / len(modules)):.1f} operations")
-    return tuple(kept)
+                    say(f"without {name}: {math.exp(lowest / len(modules)):.1f} operations")
+    return tuple(remaining)

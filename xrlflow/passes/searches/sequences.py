@@ -79,9 +79,9 @@ def improve(explorer: Explorer, ranked: Callable[[Node], Sequence[str]], seed: i
     while bettered and len(node.passes) < explorer.budget.horizon:
         bettered = False
         for name in ranked(node):
-            made = explorer.apply(node, name)
-            if made is not None and made.value < node.value:
-                node, bettered = made, True
+            successor = explorer.apply(node, name)
+            if successor is not None and successor.value < node.value:
+                node, bettered = successor, True
                 break
     _evolve_from(explorer, explorer.best.passes, seed)
 
@@ -160,7 +160,10 @@ def _built(explorers: Sequence[Explorer], horizon: int) -> Passes:
     built: list[str] = []
     try:
         while len(built) < horizon:
-            rows = [[made or node for made in e.each(node, e.passes)] for e, node in zip(explorers, nodes)]
+            rows = [
+                [successor or node for successor in e.each(node, e.passes)]
+                for e, node in zip(explorers, nodes)
+            ]
             columns = list(zip(*rows))
             values = [_together(list(zip(column, explorers))) for column in columns]
             number = int(np.argmin(values))
@@ -209,24 +212,24 @@ def _child(
             int(len(parents) * generator.random() ** 2)
         ]  # prefers the first ones, which are the best
 
-    made = list(one())
+    child = list(one())
     if generator.random() < 0.3:
         other = one()
-        made = made[: int(generator.integers(len(made) + 1))] + list(
+        child = child[: int(generator.integers(len(child) + 1))] + list(
             other[int(generator.integers(len(other) + 1)) :]
         )
     for _ in range(int(generator.integers(1, 4))):
         name = str(names[int(generator.integers(len(names)))])
-        place = int(generator.integers(len(made) + 1))
+        position = int(generator.integers(len(child) + 1))
         match int(generator.integers(4)):
             case 0:
-                made.insert(place, name)
-            case 1 if made:
-                made[min(place, len(made) - 1)] = name
-            case 2 if made:
-                del made[min(place, len(made) - 1)]
-            case 3 if len(made) > 1:
-                other_place = int(generator.integers(len(made)))
-                place = min(place, len(made) - 1)
-                made[place], made[other_place] = made[other_place], made[place]
-    return tuple(made[:horizon])
+                child.insert(position, name)
+            case 1 if child:
+                child[min(position, len(child) - 1)] = name
+            case 2 if child:
+                del child[min(position, len(child) - 1)]
+            case 3 if len(child) > 1:
+                other_place = int(generator.integers(len(child)))
+                position = min(position, len(child) - 1)
+                child[position], child[other_place] = child[other_place], child[position]
+    return tuple(child[:horizon])

@@ -42,8 +42,8 @@ def greedy(
     def descend() -> None:
         node = explorer.root
         while len(node.passes) < budget.horizon:
-            made = [n for n in explorer.each(node, explorer.passes) if n is not None]
-            best = min(made, key=lambda n: n.value, default=node)
+            successors = [n for n in explorer.each(node, explorer.passes) if n is not None]
+            best = min(successors, key=lambda n: n.value, default=node)
             if best.value >= node.value:
                 return
             node = best
@@ -67,16 +67,16 @@ def beam(
     generator = np.random.default_rng(seed)
 
     def widen() -> None:
-        front, seen = [explorer.root], {module.digest}
+        front, visited = [explorer.root], {module.digest}
         for _ in range(budget.horizon):
-            made: dict[str, Node] = {}
+            successors: dict[str, Node] = {}
             for node in front:
                 for new in explorer.each(node, explorer.passes):
-                    if new is not None and new.module.digest not in seen:
-                        made.setdefault(new.module.digest, new)
-            seen |= made.keys()
-            draws = generator.random(len(made))
-            ranked = sorted(zip(made.values(), draws), key=lambda pair: (pair[0].value, pair[1]))
+                    if new is not None and new.module.digest not in visited:
+                        successors.setdefault(new.module.digest, new)
+            visited |= successors.keys()
+            draws = generator.random(len(successors))
+            ranked = sorted(zip(successors.values(), draws), key=lambda pair: (pair[0].value, pair[1]))
             front = [node for node, _ in ranked[:width]]
             if not front:
                 return

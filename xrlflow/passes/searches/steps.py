@@ -118,8 +118,8 @@ class Meter:
             if deadline is not None and time.monotonic() >= deadline:
                 raise Over
             self.steps += len(new)
-            for name, found in zip(new, self.inner.apply_each(module, new)):
-                self._known[module.digest, name] = found
+            for name, result in zip(new, self.inner.apply_each(module, new)):
+                self._known[module.digest, name] = result
         return [self._corrected(module, self._known[module.digest, name]) for name in names]
 
     def _corrected(self, module: Module, applied: Applied) -> Applied:
@@ -128,10 +128,10 @@ class Meter:
 
     def idle(self, module: Module, name: str) -> bool:
         """Whether a pass is known to have no effect on a module."""
-        known = self._known.get((module.digest, name))
-        if known is None:
+        cached = self._known.get((module.digest, name))
+        if cached is None:
             return name in self.without_effect(module)
-        return not self._corrected(module, known).changed
+        return not self._corrected(module, cached).changed
 
     def without_effect(self, module: Module) -> frozenset[str]:
         return without_effect(self.inner, module)
@@ -162,13 +162,13 @@ class Node:
     value: float  # the metric: lower is better
     before: Node | None = field(default=None, compare=False, repr=False)
 
-    def way(self) -> list[Node]:
+    def path(self) -> list[Node]:
         """The nodes from the root to this one."""
-        found, node = [self], self.before
+        nodes, node = [self], self.before
         while node is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.before
-        return found[::-1]
+        return nodes[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +246,12 @@ class Explorer:
         If the budget is too small for all of them, only the first ones are run, and the next call raises Over.
         """
         try:
-            found = self.meter.apply_each(node.module, names)
+            results = self.meter.apply_each(node.module, names)
         except Over:
             if len(names) < 2:
                 raise
             return [self.each(node, (name,))[0] for name in names]
-        return [self._made(node, name, applied) for name, applied in zip(names, found)]
+        return [self._successor(node, name, applied) for name, applied in zip(names, results)]
 
     def open(self, node: Node) -> tuple[str, ...]:
         """The passes that are not known to have no effect on a node's module."""
@@ -293,7 +293,7 @@ class Explorer:
             if node.module.digest in self._right or self._difference(node) is None:
                 self._right.add(node.module.digest)
                 return True
-            changed = self._first_wrong(node.way())
+            changed = self._first_wrong(node.path())
             before = ", ".join(changed.passes[:-1]) or "no other pass"
             error = f"{changed.passes[-1]} after {before}: {self._difference(changed)}"
         finally:
@@ -303,23 +303,23 @@ class Explorer:
         self._nodes = {
             digest: node
             for digest, node in self._nodes.items()
-            if not any(n.module.digest in self.meter.wrong for n in node.way())
+            if not any(n.module.digest in self.meter.wrong for n in node.path())
         }
         self.best = min(self._nodes.values(), key=lambda n: (n.value, len(n.passes)))
         self.curve = [point for point in self.curve if point[1] > self.best.value]
         self.curve.append((self.meter.steps if self.curve else 0, self.best.value))
         return False
 
-    def _first_wrong(self, way: Sequence[Node]) -> Node:
+    def _first_wrong(self, nodes: Sequence[Node]) -> Node:
         """The first node in a path that computes something else. The last one does."""
-        right, wrong = 0, len(way) - 1
+        right, wrong = 0, len(nodes) - 1
         while wrong - right > 1:
             middle = (right + wrong) // 2
-            if self._difference(way[middle]) is None:
+            if self._difference(nodes[middle]) is None:
                 right = middle
             else:
                 wrong = middle
-        return way[wrong]
+        return nodes[wrong]
 
     def _difference(self, node: Node) -> str | None:
         """How a node's outputs differ from the root's; None if they do not. Raises CompilerError if the root does not
@@ -327,29 +327,29 @@ class Explorer:
         if node.module == self.root.module:
             return None
         try:
-            found = self.meter.compare(self.root.module, node.module)
+            comparison = self.meter.compare(self.root.module, node.module)
         except CompilerError as error:
             self.meter.compare(self.root.module, self.root.module)
             return str(error)
-        return None if found.equal else found.difference or "it computes something else"
+        return None if comparison.equal else comparison.difference or "it computes something else"
 
-    def _made(self, node: Node, name: str, applied: Applied) -> Node | None:
+    def _successor(self, node: Node, name: str, applied: Applied) -> Node | None:
         if not applied.changed:
             return None
-        made = Node(applied.module, (*node.passes, name), self._value(applied.module), node)
-        known = self._nodes.get(applied.module.digest)
-        if known is None or len(made.passes) < len(known.passes):
-            self._nodes[applied.module.digest] = made
+        successor = Node(applied.module, (*node.passes, name), self._value(applied.module), node)
+        earlier = self._nodes.get(applied.module.digest)
+        if earlier is None or len(successor.passes) < len(earlier.passes):
+            self._nodes[applied.module.digest] = successor
         # A shorter path to the same value counts as better, too.
-        if (made.value, len(made.passes)) < (self.best.value, len(self.best.passes)):
-            if made.value < self.best.value:
-                self.curve.append((self.meter.steps, made.value))
-            self.best = made
+        if (successor.value, len(successor.passes)) < (self.best.value, len(self.best.passes)):
+            if successor.value < self.best.value:
+                self.curve.append((self.meter.steps, successor.value))
+            self.best = successor
         if self.meter.steps >= self._next_check:
             self._next_check = self.meter.steps + self._apart
             if not self.check():
                 raise Refused
-        return made
+        return successor
 
     def _value(self, module: Module) -> float:
         """The value of a module. Seconds are relative to those of the first module, from pairs of runs."""

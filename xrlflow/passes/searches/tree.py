@@ -47,7 +47,7 @@ class _Vertex:
         self.best = np.full(count, -np.inf)
 
 
-_Way = list[tuple[_Vertex, int]]
+_Path = list[tuple[_Vertex, int]]
 
 
 def tree(
@@ -84,42 +84,46 @@ class _Tree:
     def simulate(self) -> bool:
         """Run one simulation. Returns False if the root has nothing left to try."""
         vertex = self.vertex(self.explorer.root)
-        way: _Way = []
-        seen = {vertex.node.module.digest}
+        path: _Path = []
+        visited = {vertex.node.module.digest}
         value = -np.inf
-        while len(way) < self.explorer.budget.horizon:
+        while len(path) < self.explorer.budget.horizon:
             action = self.choose(vertex)
             if action is None:
                 break
-            made = self.explorer.apply(vertex.node, vertex.passes[action])
-            if made is None:
+            successor = self.explorer.apply(vertex.node, vertex.passes[action])
+            if successor is None:
                 vertex.open[action] = False
                 continue
-            way.append((vertex, action))
-            value = max(value, self.saved(made))
-            if made.module.digest in seen:  # the path returned to an earlier module
+            path.append((vertex, action))
+            value = max(value, self.saved(successor))
+            if successor.module.digest in visited:  # the path returned to an earlier module
                 break
-            seen.add(made.module.digest)
-            known = made.module.digest in self.vertices
-            vertex = self.vertex(made)
-            if not known:
-                value = max(value, self.roll(made, len(way)))
+            visited.add(successor.module.digest)
+            is_known = successor.module.digest in self.vertices
+            vertex = self.vertex(successor)
+            if not is_known:
+                value = max(value, self.roll(successor, len(path)))
                 break
-        self.learn(way, value)
-        return bool(way)
+        self.learn(path, value)
+        return bool(path)
 
     def vertex(self, node: Node) -> _Vertex:
         """The vertex of a node's module. It keeps the node with the shortest order."""
-        known = self.vertices.get(node.module.digest)
-        if known is None:
+        vertex = self.vertices.get(node.module.digest)
+        if vertex is None:
             names = self.explorer.open(node)
-            given = self.priors(node) if self.priors is not None else {}
-            weights = np.array([given.get(name, 0.0) for name in names]) if given else np.ones(len(names))
-            known = _Vertex(node, names, weights / max(float(weights.sum()), 1e-12))
-            self.vertices[node.module.digest] = known
-        elif len(node.passes) < len(known.node.passes):
-            known.node = node
-        return known
+            weights_by_name = self.priors(node) if self.priors is not None else {}
+            weights = (
+                np.array([weights_by_name.get(name, 0.0) for name in names])
+                if weights_by_name
+                else np.ones(len(names))
+            )
+            vertex = _Vertex(node, names, weights / max(float(weights.sum()), 1e-12))
+            self.vertices[node.module.digest] = vertex
+        elif len(node.passes) < len(vertex.node.passes):
+            vertex.node = node
+        return vertex
 
     def roll(self, node: Node, depth: int) -> float:
         """The best value of random passes from a node."""
@@ -155,11 +159,11 @@ class _Tree:
         span = self.greatest - self.least
         return (values - self.least) / span if span > 0 else np.zeros_like(values)
 
-    def learn(self, way: _Way, value: float) -> None:
-        if not way:
+    def learn(self, path: _Path, value: float) -> None:
+        if not path:
             return
         self.least, self.greatest = min(self.least, value), max(self.greatest, value)
-        for vertex, action in way:
+        for vertex, action in path:
             vertex.visits[action] += 1
             vertex.total[action] += value
             vertex.best[action] = max(vertex.best[action], value)

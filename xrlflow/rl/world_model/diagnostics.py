@@ -51,15 +51,17 @@ def errors(
         if not len(play):
             continue
         with torch.no_grad():
-            seen, rule = learner.embed(play.observations)
-            truth = Truth.of(seen, rule, world.config.rules)
-            real = latent_of(seen)
-            sizes = torch.bincount(seen.owner, minlength=len(play.observations))
+            embedded, rule = learner.embed(play.observations)
+            truth = Truth.of(embedded, rule, world.config.rules)
+            real = latent_of(embedded)
+            sizes = torch.bincount(embedded.owner, minlength=len(play.observations))
             firsts = sizes.cumsum(0) - sizes
             latents, memory, saved = real[:1], world.memory(1), 0.0
             for step in range(min(len(play), max(horizons))):
-                chosen = firsts[step : step + 1] + play.actions[step]
-                forecast, memory = world.step(latents, seen.candidates[chosen], seen.delta[chosen], memory)
+                rows_of_actions = firsts[step : step + 1] + play.actions[step]
+                forecast, memory = world.step(
+                    latents, embedded.candidates[rows_of_actions], embedded.delta[rows_of_actions], memory
+                )
                 latents = forecast.sample(temperature, generator)
                 saved += float(forecast.saving)
                 if step + 1 in rows:
@@ -67,7 +69,7 @@ def errors(
                     wrong = abs(saved - float(np.sum(play.savings[: step + 1]))) / SCALE
                     distance = float((latents[0] - real[step + 1]).square().mean().sqrt())
                     rows[step + 1].append((wrong, f1(present, truth.present[step + 1] > 0), distance))
-    means = {h: np.mean(found, axis=0).tolist() for h, found in rows.items() if found}
+    means = {h: np.mean(values, axis=0).tolist() for h, values in rows.items() if values}
     return [
         Errors(h, temperature, saving, masks, latent, len(rows[h]))
         for h, (saving, masks, latent) in means.items()
@@ -90,16 +92,16 @@ def promised(learner: Learner, plays: Sequence[Play], seed: int = 0) -> float:
 def figures(learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
     """For a log: the errors of a world model on plays that it has not learned from yet."""
     plays = plays[:_WATCHED]
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for temperature in TEMPERATURES:
         for e in errors(learner, plays, HORIZONS if temperature == 0 else (_DIVERGED,), temperature):
             if temperature == 0:
-                found[f"errors/saving_{e.horizon}"] = e.saving
-                found[f"errors/masks_{e.horizon}"] = e.masks
-                found[f"errors/latent_{e.horizon}"] = e.latent
+                values[f"errors/saving_{e.horizon}"] = e.saving
+                values[f"errors/masks_{e.horizon}"] = e.masks
+                values[f"errors/latent_{e.horizon}"] = e.latent
             else:
-                found[f"errors/latent_{e.horizon}_at_{temperature:g}"] = e.latent
-    return found
+                values[f"errors/latent_{e.horizon}_at_{temperature:g}"] = e.latent
+    return values
 
 
 @dataclass(slots=True)
@@ -117,8 +119,8 @@ class Watching:
         return promised(learner, self.plays)
 
 
-def f1(said: torch.Tensor, right: torch.Tensor) -> float:
+def f1(predicted: torch.Tensor, right: torch.Tensor) -> float:
     """The F1 score of a predicted set of rules; 1 if both sets are empty."""
-    both = float((said & right).sum())
-    total = float(said.sum() + right.sum())
+    both = float((predicted & right).sum())
+    total = float(predicted.sum() + right.sum())
     return 2 * both / total if total else 1.0

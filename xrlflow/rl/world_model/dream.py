@@ -35,13 +35,13 @@ class Imagined:
     globals: Tensor
 
     @staticmethod
-    def split(seen: Embedded) -> list[Imagined]:
+    def split(embedded: Embedded) -> list[Imagined]:
         """The states of a batch, one by one."""
-        sizes = torch.bincount(seen.owner, minlength=seen.graphs.shape[0]).tolist()
-        often = seen.often if seen.often is not None else torch.ones_like(seen.delta)
-        parts = (torch.split(t, sizes) for t in (seen.candidates, seen.delta, often))
+        sizes = torch.bincount(embedded.owner, minlength=embedded.graphs.shape[0]).tolist()
+        often = embedded.often if embedded.often is not None else torch.ones_like(embedded.delta)
+        parts = (torch.split(t, sizes) for t in (embedded.candidates, embedded.delta, often))
         return [
-            Imagined(g, c, d, o, row) for g, c, d, o, row in zip(seen.graphs, *parts, seen.globals)
+            Imagined(g, c, d, o, row) for g, c, d, o, row in zip(embedded.graphs, *parts, embedded.globals)
         ]  # fmt: skip
 
     @staticmethod
@@ -88,21 +88,21 @@ def dream(
     with torch.no_grad():
         latents = latent_of(starts)
         memory = world.memory(count)
-        seen = Imagined.split(starts)
+        states = Imagined.split(starts)
         episodes: list[Episode[Imagined]] = [Episode() for _ in range(count)]
-        costs = [float(s.globals[0]) for s in seen]
+        costs = [float(s.globals[0]) for s in states]
         best = list(costs)
         running = list(range(count))
         for step in range(horizon):
-            going = _act(heads, seen, running, episodes, generator)
+            going = _act(heads, states, running, episodes, generator)
             if not going:
                 break
             running = [i for i, _ in going]
             rows = torch.tensor(running)
-            chosen = torch.stack([seen[i].candidates[a] for i, a in going])
-            deltas = torch.stack([seen[i].delta[a] for i, a in going])
-            kept = (memory[0][rows], memory[1][rows])
-            forecast, after = world.step(latents[rows], chosen, deltas, kept)
+            vectors = torch.stack([states[i].candidates[a] for i, a in going])
+            deltas = torch.stack([states[i].delta[a] for i, a in going])
+            kept_memory = (memory[0][rows], memory[1][rows])
+            forecast, after = world.step(latents[rows], vectors, deltas, kept_memory)
             memory[0][rows], memory[1][rows] = after
             latents[rows] = forecast.sample(temperature, generator)
             for i, saving in zip(running, forecast.saving.tolist()):
@@ -112,12 +112,12 @@ def dream(
             imagined, _ = world.imagined(latents[rows], world.decode(latents[rows]))
             tell(imagined, [costs[i] for i in running], 1.0 - (step + 1) / horizon)
             for i, state in zip(running, Imagined.split(imagined)):
-                seen[i] = state
-            running = [i for i in running if len(seen[i].delta)]
+                states[i] = state
+            running = [i for i in running if len(states[i].delta)]
             if not running:
                 break
         if running:
-            _, values = heads.evaluate([seen[i] for i in running])
+            _, values = heads.evaluate([states[i] for i in running])
             for i, value in zip(running, values.tolist()):
                 if len(episodes[i]) == horizon and episodes[i].actions[-1] < len(
                     episodes[i].observations[-1].delta
@@ -128,36 +128,36 @@ def dream(
 
 def _act(
     heads: Heads,
-    seen: Sequence[Imagined],
+    states: Sequence[Imagined],
     running: Sequence[int],
     episodes: Sequence[Episode[Imagined]],
     generator: torch.Generator,
 ) -> list[tuple[int, int]]:
     """Draw an action in each running dream, and append it to its episode. Returns the dreams that go on, with
     actions."""
-    distribution, values = heads.evaluate([seen[i] for i in running])
+    distribution, values = heads.evaluate([states[i] for i in running])
     actions = distribution.sample(generator)
     chances = distribution.log_prob(actions)
     going: list[tuple[int, int]] = []
     for i, action, chance, value in zip(running, actions.tolist(), chances.tolist(), values.tolist()):
         episode = episodes[i]
-        episode.observations.append(seen[i])
+        episode.observations.append(states[i])
         episode.actions.append(action)
         episode.log_probs.append(chance)
         episode.values.append(value)
         episode.rewards.append(0.0)
-        if action < len(seen[i].delta):
+        if action < len(states[i].delta):
             going.append((i, action))
     return going
 
 
-def tell(seen: Embedded, costs: Sequence[float], left: float) -> None:
+def tell(embedded: Embedded, costs: Sequence[float], remaining: float) -> None:
     """Write into the globals of dreams their relative cost, and the remaining part of the horizon."""
     relative = torch.tensor(costs)
     change = relative - 1
-    seen.globals[:, 0] = relative
-    seen.globals[:, 1] = change.sign() * torch.log1p(change.abs() / FINEST) / log1p(1 / FINEST)
-    seen.globals[:, 2] = left
+    embedded.globals[:, 0] = relative
+    embedded.globals[:, 1] = change.sign() * torch.log1p(change.abs() / FINEST) / log1p(1 / FINEST)
+    embedded.globals[:, 2] = remaining
 
 
 def train_in_dreams(
@@ -175,11 +175,11 @@ def train_in_dreams(
     (time.monotonic) no further update begins, except the first. Raises TrainingError as `ppo.update` does."""
     heads = Heads(agent)
     optimizer = config.optimizer(heads)
-    found: list[Stats] = []
+    stats: list[Stats] = []
     for number, start in enumerate(starts):
-        if found and time.monotonic() >= deadline:
+        if stats and time.monotonic() >= deadline:
             break
         episodes = dream(agent, world, start(), horizon=horizon, temperature=temperature, generator=generator)
         rollout = Rollout.of(episodes, config)
-        found.append(update(heads, optimizer, rollout, config, generator, number / len(starts)))
-    return found
+        stats.append(update(heads, optimizer, rollout, config, generator, number / len(starts)))
+    return stats

@@ -89,9 +89,12 @@ class Forecast:
         if temperature == 0:
             return self.means[rows, self.logits.argmax(1)]
         chances = torch.softmax(self.logits / temperature, 1)
-        chosen = torch.multinomial(chances, 1, generator=generator).squeeze(1)
+        component = torch.multinomial(chances, 1, generator=generator).squeeze(1)
         noise = torch.randn(self.means.shape[0], self.means.shape[2], generator=generator)
-        return self.means[rows, chosen] + math.sqrt(temperature) * self.deviations[rows, chosen].exp() * noise
+        return (
+            self.means[rows, component]
+            + math.sqrt(temperature) * self.deviations[rows, component].exp() * noise
+        )
 
 
 class World(nn.Module):
@@ -115,15 +118,15 @@ class World(nn.Module):
         self.vector = nn.Linear(width, width)
 
     @staticmethod
-    def of(config: WorldConfig, known: Mapping[str, Tensor]) -> World:
-        """A world model with the parameters `known`. It predicts no candidates of rules that are missing in them."""
+    def of(config: WorldConfig, tensors: Mapping[str, Tensor]) -> World:
+        """A world model with the parameters `tensors`. It predicts no candidates of rules that are missing in them."""
         world = World(config)
-        wide = dict(known)
+        wide = dict(tensors)
         for name in ("rule.weight", "offer.weight", "offer.bias"):
-            old = known[name]
+            old = tensors[name]
             wide[name] = torch.zeros_like(world.get_parameter(name).detach())
             wide[name][: len(old)] = old
-        wide["offer.bias"][len(known["offer.bias"]) :: 3] = _UNKNOWN
+        wide["offer.bias"][len(tensors["offer.bias"]) :: 3] = _UNKNOWN
         world.load_state_dict(wide)
         return world
 
@@ -140,10 +143,10 @@ class World(nn.Module):
         h, c = self.cell(torch.cat([latents, actions, price], 1), memory)
         count, latent = self.config.mixtures, self.config.latent
         raw = self.mixture(h)
-        logits, rest = raw[:, :count], raw[:, count:].view(-1, count, 2 * latent)
+        logits, parameters = raw[:, :count], raw[:, count:].view(-1, count, 2 * latent)
         # A substitution changes a latent little, so the network predicts the change.
-        means = latents.unsqueeze(1) + rest[..., :latent]
-        deviations = rest[..., latent:].clamp(_NARROW, _WIDE)
+        means = latents.unsqueeze(1) + parameters[..., :latent]
+        deviations = parameters[..., latent:].clamp(_NARROW, _WIDE)
         saving = self.saving(torch.cat([h, price], 1)).squeeze(1)
         return Forecast(logits, means, deviations, saving, self.end(h).squeeze(1)), (h, c)
 
@@ -155,19 +158,19 @@ class World(nn.Module):
 
     def vectors(self, hidden: Tensor, rule: Tensor) -> Tensor:
         """The mean vectors [N, width] of the candidates of N rules, each in a state with `hidden` [N, hidden]."""
-        found: Tensor = self.vector(torch.relu(self.of_hidden(hidden) + self.rule(rule)))
-        return found
+        vectors: Tensor = self.vector(torch.relu(self.of_hidden(hidden) + self.rule(rule)))
+        return vectors
 
-    def imagined(self, latents: Tensor, offers: Offers, least: float = 0.5) -> tuple[Embedded, Tensor]:
+    def imagined(self, latents: Tensor, offers: Offers, threshold: float = 0.5) -> tuple[Embedded, Tensor]:
         """Imagined states as input for an agent, and the rule of each row.
 
-        A rule whose probability of having candidates is at least `least` is one row, which stands for as many
+        A rule whose probability of having candidates is at least `threshold` is one row, which stands for as many
         candidates as are expected.
         """
         width = self.config.width
-        owner, rule = torch.nonzero(torch.sigmoid(offers.present) >= least, as_tuple=True)
+        owner, rule = torch.nonzero(torch.sigmoid(offers.present) >= threshold, as_tuple=True)
         often = torch.expm1(offers.often[owner, rule]).clamp(1.0, _MANY)
-        seen = Embedded(
+        embedded = Embedded(
             latents[:, :width],
             self.vectors(offers.hidden[owner], rule),
             owner,
@@ -175,7 +178,7 @@ class World(nn.Module):
             offers.globals,
             often,
         )
-        return seen, rule
+        return embedded, rule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,19 +192,23 @@ class Truth:
     globals: Tensor  # this and the others as in `Offers`
 
     @staticmethod
-    def of(seen: Embedded, rule: Tensor, rules: int) -> Truth:
+    def of(embedded: Embedded, rule: Tensor, rules: int) -> Truth:
         """The targets from embedded observations; `rule` [C] is the rule of each candidate."""
-        count, width = seen.graphs.shape[0], seen.candidates.shape[1]
-        place = seen.owner * rules + rule
-        numbers = torch.bincount(place, minlength=count * rules).float()
-        total = seen.candidates.new_zeros(count * rules, width).index_add(0, place, seen.candidates.detach())
-        best = seen.delta.new_full((count * rules,), math.inf).scatter_reduce(0, place, seen.delta, "amin")
+        count, width = embedded.graphs.shape[0], embedded.candidates.shape[1]
+        index = embedded.owner * rules + rule
+        numbers = torch.bincount(index, minlength=count * rules).float()
+        total = embedded.candidates.new_zeros(count * rules, width).index_add(
+            0, index, embedded.candidates.detach()
+        )
+        best = embedded.delta.new_full((count * rules,), math.inf).scatter_reduce(
+            0, index, embedded.delta, "amin"
+        )
         return Truth(
             (numbers > 0).float().view(count, rules),
             torch.log1p(numbers).view(count, rules),
             torch.where(numbers > 0, best, 0.0).view(count, rules),
             (total / numbers.clamp(min=1).unsqueeze(1)).view(count, rules, width),
-            seen.globals,
+            embedded.globals,
         )
 
     def losses(self, offers: Offers, vectors: Tensor) -> dict[str, Tensor]:
@@ -219,11 +226,11 @@ class Truth:
         }
 
 
-def latent_of(seen: Embedded) -> Tensor:
+def latent_of(embedded: Embedded) -> Tensor:
     """The latents [B, latent] of embedded observations."""
-    count = seen.graphs.shape[0]
-    total = seen.candidates.new_zeros(count, seen.candidates.shape[1]).index_add(
-        0, seen.owner, seen.candidates
+    count = embedded.graphs.shape[0]
+    total = embedded.candidates.new_zeros(count, embedded.candidates.shape[1]).index_add(
+        0, embedded.owner, embedded.candidates
     )
-    sizes = torch.bincount(seen.owner, minlength=count).clamp(min=1)
-    return torch.cat([seen.graphs, total / sizes.unsqueeze(1)], 1)
+    sizes = torch.bincount(embedded.owner, minlength=count).clamp(min=1)
+    return torch.cat([embedded.graphs, total / sizes.unsqueeze(1)], 1)

@@ -62,8 +62,8 @@ def explore(
     generator = torch.Generator().manual_seed(seed)
     rng = random.Random(seed)
     plays: list[Play] = []
-    taken = 0
-    while taken < steps and not (plays and time.monotonic() >= deadline):
+    count = 0
+    while count < steps and not (plays and time.monotonic() >= deadline):
         if not problems:
             raise TrainingError("no substitution applies to any of the graphs: there is nothing to learn")
         problem = problems[rng.randrange(len(problems))]
@@ -84,7 +84,7 @@ def explore(
             play.observations.append(observation)
             play.actions.append(action)
             play.savings.append(SCALE * (before - info["cost"]) / max(info["initial"], 1e-30))
-            taken += 1
+            count += 1
             if terminated or truncated or time.monotonic() >= deadline:
                 break
         play.ended = observation.candidates == 0

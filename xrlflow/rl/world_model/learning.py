@@ -73,12 +73,12 @@ def chunks(plays: Sequence[Play], length: int, count: int, rng: np.random.Genera
     if not sizes.sum():
         raise TrainingError("there are no steps to learn from")
     ends = np.cumsum(sizes)
-    found = []
+    drawn_chunks = []
     for at in rng.integers(ends[-1], size=count).tolist():
         number = int(np.searchsorted(ends, at, side="right"))
         first = at - int(ends[number] - sizes[number])
-        found.append(Chunk(plays[number], first, min(length, len(plays[number]) - first)))
-    return found
+        drawn_chunks.append(Chunk(plays[number], first, min(length, len(plays[number]) - first)))
+    return drawn_chunks
 
 
 class Learner:
@@ -140,14 +140,14 @@ class Learner:
         """The parts of the loss on some chunks."""
         observations = [o for chunk in batch for o in chunk.observations]
         with torch.set_grad_enabled(self.config.encoder):
-            seen, rule = self.embed(observations)
-        latents = latent_of(seen)
-        truth = Truth.of(seen, rule, self.world.config.rules)
+            embedded, rule = self.embed(observations)
+        latents = latent_of(embedded)
+        truth = Truth.of(embedded, rule, self.world.config.rules)
         offers = self.world.decode(latents)
         owner, number = torch.nonzero(truth.present, as_tuple=True)
         parts = truth.losses(offers, self.world.vectors(offers.hidden[owner], number))
         starts = np.cumsum([0, *(len(c.observations) for c in batch[:-1])])
-        sizes = torch.bincount(seen.owner, minlength=len(observations))
+        sizes = torch.bincount(embedded.owner, minlength=len(observations))
         firsts = sizes.cumsum(0) - sizes
         memory = self.world.memory(len(batch))
         rows = np.arange(len(batch))
@@ -155,10 +155,17 @@ class Learner:
         for step in range(max(c.length for c in batch)):
             going = [i for i in rows.tolist() if step < batch[i].length]
             at = torch.tensor([int(starts[i]) + step for i in going])
-            chosen = firsts[at] + torch.tensor([batch[i].play.actions[batch[i].first + step] for i in going])
+            rows_of_actions = firsts[at] + torch.tensor(
+                [batch[i].play.actions[batch[i].first + step] for i in going]
+            )
             now = torch.tensor(going)
-            kept = (memory[0][now], memory[1][now])
-            forecast, after = self.world.step(latents[at], seen.candidates[chosen], seen.delta[chosen], kept)
+            kept_memory = (memory[0][now], memory[1][now])
+            forecast, after = self.world.step(
+                latents[at],
+                embedded.candidates[rows_of_actions],
+                embedded.delta[rows_of_actions],
+                kept_memory,
+            )
             memory = (memory[0].index_copy(0, now, after[0]), memory[1].index_copy(0, now, after[1]))
             goal = latents[at + 1].detach()
             terms["likelihood"].append(-forecast.log_likelihood(goal))
@@ -175,14 +182,14 @@ class Learner:
 
     def start(self, plays: Sequence[Play]) -> Embedded:
         """Embedded real states where the dreams of one PPO update begin: first states of episodes, and later ones."""
-        chosen = []
+        observations = []
         for index in self.rng.integers(len(plays), size=self.config.starts).tolist():
             play = plays[index]
             usable = [o for o in play.observations if o.candidates]
             first = self.rng.random() < 0.5
-            chosen.append(usable[0 if first else int(self.rng.integers(len(usable)))])
+            observations.append(usable[0 if first else int(self.rng.integers(len(usable)))])
         with torch.no_grad():
-            return self.embed(chosen)[0]
+            return self.embed(observations)[0]
 
     def dream(self, plays: Sequence[Play], deadline: float = math.inf) -> dict[str, float]:
         """Train the agent's heads in dreams that begin in these plays."""

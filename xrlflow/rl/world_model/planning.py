@@ -42,7 +42,7 @@ class _State:
 
     latent: torch.Tensor
     memory: Memory
-    seen: Imagined
+    imagined: Imagined
     cost: float
     best: float
     depth: int
@@ -57,14 +57,14 @@ class _State:
 
     def worth(self) -> Doubles:
         """The mean return of each action; for actions without visits, the value of the state."""
-        seen = self.visits > 0
-        means = np.where(seen, self.total / np.maximum(self.visits, 1), 0.0)
-        if not seen.any():
+        visited = self.visits > 0
+        means = np.where(visited, self.total / np.maximum(self.visits, 1), 0.0)
+        if not visited.any():
             return np.full(len(self.logits), self.value)
         chances = np.exp(self.logits)
-        mixed = float((chances * means)[seen].sum() / max(float(chances[seen].sum()), 1e-12))
+        mixed = float((chances * means)[visited].sum() / max(float(chances[visited].sum()), 1e-12))
         often = self.visits.sum()
-        return np.where(seen, means, (self.value + often * mixed) / (1 + often))
+        return np.where(visited, means, (self.value + often * mixed) / (1 + often))
 
 
 class Planner:
@@ -82,38 +82,38 @@ class Planner:
         """
         self.least, self.greatest = math.inf, -math.inf
         with torch.no_grad():
-            seen = Imagined.split(start)[0]
-            cost = float(seen.globals[0])
-            root = self._state(latent_of(start), self.world.memory(1), seen, cost, cost, 0)
+            state = Imagined.split(start)[0]
+            cost = float(state.globals[0])
+            root = self._state(latent_of(start), self.world.memory(1), state, cost, cost, 0)
             noise = self.rng.gumbel(size=len(root.logits)) if noisy else np.zeros(len(root.logits))
             alive = np.argsort(-(root.logits + noise), kind="stable")[: self.config.considered].tolist()
-            left = self.config.simulations
+            remaining = self.config.simulations
             phases = max(1, math.ceil(math.log2(max(len(alive), 2))))
-            while len(alive) > 1 and left > 0:
+            while len(alive) > 1 and remaining > 0:
                 each = max(1, self.config.simulations // (phases * len(alive)))
                 for action in alive:
-                    for _ in range(min(each, left)):
+                    for _ in range(min(each, remaining)):
                         self._simulate(root, action)
-                        left -= 1
+                        remaining -= 1
                 scores = root.logits + noise + self._sigma(root)
                 alive = sorted(alive, key=lambda a: -scores[a])[: max(1, len(alive) // 2)]
             return int(alive[0])
 
     def _simulate(self, root: _State, action: int) -> None:
         """Walk down to a state that was not visited before, and add its value to the actions of the path."""
-        way: list[tuple[_State, int, float]] = []
+        path: list[tuple[_State, int, float]] = []
         state, value = root, 0.0
         while True:
             new = state.visits[action] == 0
             reward, after = self._follow(state, action)
-            way.append((state, action, reward))
+            path.append((state, action, reward))
             if after is None:
                 break
             if new or after.depth >= self.config.depth or len(after.logits) == 1:
                 value = after.value
                 break
             state, action = after, self._inside(after)
-        for state, action, reward in reversed(way):
+        for state, action, reward in reversed(path):
             value = reward + self.config.gamma * value
             state.visits[action] += 1
             state.total[action] += value
@@ -128,30 +128,33 @@ class Planner:
     def _sigma(self, state: _State) -> Doubles:
         span = self.greatest - self.least
         worth = (state.worth() - self.least) / span if span > 0 else np.zeros(len(state.logits))
-        found: Doubles = (self.config.visit + state.visits.max()) * self.config.scale * worth
-        return found
+        scaled: Doubles = (self.config.visit + state.visits.max()) * self.config.scale * worth
+        return scaled
 
     def _follow(self, state: _State, action: int) -> tuple[float, _State | None]:
         """The reward of an action and the state after it; None after No-Op."""
         if action == len(state.logits) - 1:
             return 0.0, None
-        known = state.children.get(action)
-        if known is None:
-            chosen, delta = state.seen.candidates[action : action + 1], state.seen.delta[action : action + 1]
-            forecast, memory = self.world.step(state.latent, chosen, delta, state.memory)
+        child = state.children.get(action)
+        if child is None:
+            vector, delta = (
+                state.imagined.candidates[action : action + 1],
+                state.imagined.delta[action : action + 1],
+            )
+            forecast, memory = self.world.step(state.latent, vector, delta, state.memory)
             latent = forecast.sample(0.0)
             cost = max(state.cost - float(forecast.saving) / SCALE, 0.0)
             imagined, _ = self.world.imagined(latent, self.world.decode(latent))
-            tell(imagined, [cost], max(0.0, float(state.seen.globals[2]) - 1 / max(self.config.depth, 1)))
-            seen = Imagined.split(imagined)[0]
+            tell(imagined, [cost], max(0.0, float(state.imagined.globals[2]) - 1 / max(self.config.depth, 1)))
+            state_after = Imagined.split(imagined)[0]
             best = min(state.best, cost)
-            after = self._state(latent, memory, seen, cost, best, state.depth + 1)
-            known = state.children[action] = (SCALE * max(state.best - cost, 0.0), after)
-        return known
+            after = self._state(latent, memory, state_after, cost, best, state.depth + 1)
+            child = state.children[action] = (SCALE * max(state.best - cost, 0.0), after)
+        return child
 
     def _state(
-        self, latent: torch.Tensor, memory: Memory, seen: Imagined, cost: float, best: float, depth: int
+        self, latent: torch.Tensor, memory: Memory, imagined: Imagined, cost: float, best: float, depth: int
     ) -> _State:
-        distribution, values = self.heads.evaluate([seen])
+        distribution, values = self.heads.evaluate([imagined])
         logits = distribution.log_probs.double().numpy()
-        return _State(latent, memory, seen, cost, best, depth, logits, max(float(values), 0.0))
+        return _State(latent, memory, imagined, cost, best, depth, logits, max(float(values), 0.0))
