@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -70,9 +71,10 @@ def seeds(rule: AnyRule) -> tuple[int, ...]:
 
 
 def digest(rule: AnyRule, sources: Sources, versions: Mapping[str, str]) -> str:
-    """A digest of what the proof of a rule depends on."""
+    """A digest of what the proof of a rule depends on, and of what is demanded of it."""
     own = sources.digest(sources.of_rule(type(rule).__module__, type(rule).__name__))
-    parts = [sources.prover_digest, own, json.dumps(versions, sort_keys=True)]
+    demands = [str(_LEAST_REJECTED), *map(inspect.getsource, (faults, proven))]
+    parts = [sources.prover_digest, own, json.dumps(versions, sort_keys=True), *demands]
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 

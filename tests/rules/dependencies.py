@@ -25,6 +25,9 @@ PACKAGES = ("xrlflow", "rewrite_rules")
 # What computes in a proof, or decides which sketches are drawn.
 DISTRIBUTIONS = ("numpy", "onnx", "onnxruntime", "ml-dtypes", "islpy", "immutables", "scipy")
 
+_CHANGING = ("setattr", "delattr", "exec", "eval")
+"""Functions that may change something else than what their result is bound to."""
+
 Symbol = tuple[str, str]
 """A module and a name in it; "" for the whole module."""
 Unit = tuple[str, int]
@@ -178,13 +181,32 @@ class Sources:
         return search.all()
 
     def text(self, unit: Unit) -> str:
-        """The code of a unit, without comments and docstrings."""
+        """The code of a unit, without comments and docstrings, and what the imported names in it mean."""
         module = self.module(unit[0])
         assert module is not None
-        return module.text(unit[1])
+        inner, mentions = module.mentions(unit[1])
+        imported = {**module.imported, **inner}
+        meanings = {
+            f"{name}.{attribute}: {'.'.join(self._origin(imported[name], attribute))}"
+            for name, attribute in mentions
+            if name in imported and (name in inner or name not in module.defined)
+        }
+        return "\n".join([module.text(unit[1]), *sorted(meanings)])
+
+    def _origin(self, symbol: Symbol, attribute: str = "") -> Symbol:
+        """Where a symbol, or an attribute of a module, is defined: imports are followed as far as they are ours."""
+        name, what = symbol
+        module = self.module(name)
+        if not what:
+            return symbol if module is None or not attribute else self._origin((name, attribute))
+        if module is None or what in module.defined:
+            return symbol
+        if module.imported.get(what, symbol) != symbol:
+            return self._origin(module.imported[what], attribute)
+        return self._origin((f"{name}.{what}", ""), attribute) if self.module(f"{name}.{what}") else symbol
 
     def digest(self, units: Iterable[Unit]) -> str:
-        lines = sorted(f"{module}: {self.text((module, at))}" for module, at in units)
+        lines = [f"{unit[0]}: {self.text(unit)}" for unit in sorted(units)]  # a name may be bound twice
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     @cached_property
@@ -268,7 +290,9 @@ class _Search:
             return any(name in module.defined or self._is_ours(module, name) for name in roots)
         if isinstance(statement, (ast.Assign, ast.AnnAssign)):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            return any(not isinstance(t, (ast.Name, ast.Tuple)) for t in targets)
+            calls = (c.func for c in _evaluated_here(statement) if isinstance(c, ast.Call))
+            changes = any(isinstance(c, ast.Name) and c.id in _CHANGING for c in calls)
+            return changes or any(not isinstance(t, (ast.Name, ast.Tuple)) for t in targets)
         if isinstance(statement, ast.Expr):
             return not isinstance(statement.value, ast.Constant)
         return not isinstance(statement, (ast.Import, ast.ImportFrom))

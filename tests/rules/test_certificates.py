@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rewrite_rules import LIBRARY
+from tests.rules import certificates
 from tests.rules.certificates import digest, faults, seeds
 from tests.rules.dependencies import PACKAGES, ROOT, Sources, versions
 from tests.runtime import recent
@@ -77,6 +78,30 @@ def edited(module: str, before: str, after: str) -> Sources:
         pytest.param(
             "RemoveIdentity", "xrlflow.rewrite.rule", "super().__init_subclass__()\n", "pass\n", id="the rewriter",
         ),
+        pytest.param(
+            "FuseReduceMean", "rewrite_rules.reduction", "from math import prod", "from math import fsum as prod",
+            id="an import",
+        ),
+        pytest.param(
+            "FuseReduceMean", "rewrite_rules.reduction", "import FLOAT, WIDE", "import WIDE as FLOAT, FLOAT as WIDE",
+            id="an import under another name",
+        ),
+        pytest.param(
+            "FuseReduceMean", "xrlflow.rewrite", "    profitable,\n    require,",
+            "    require as profitable, profitable as require,", id="an import of a package",
+        ),
+        pytest.param(
+            "RemoveIdentity", "xrlflow.ops.evaluate", "import numpy as np", "import numpy.ma as np",
+            id="an imported module",
+        ),
+        pytest.param(
+            "RemoveIdentity", "xrlflow.ops.eval_norm", "EPSILON = f32(1e-5)",
+            "_ = setattr(np, 'add', np.subtract)\nEPSILON = f32(1e-5)", id="a call of setattr",
+        ),
+        pytest.param(
+            "RemoveIdentity", "xrlflow.ops.eval_norm", "EPSILON = f32(1e-5)",
+            "EPSILON = f32(1e-6)\nEPSILON = f32(1e-5)", id="a name that is bound twice",
+        ),
     ],
 )  # fmt: skip
 def test_a_certificate_falls(name: str, module: str, before: str, after: str) -> None:
@@ -90,6 +115,12 @@ def test_it_falls_with_a_version(changed: str) -> None:
     assert digest(LIBRARY[0], sources(), now) != digest(LIBRARY[0], sources(), versions())
 
 
+def test_it_falls_with_what_is_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest(LIBRARY[0], sources(), versions())
+    monkeypatch.setattr(certificates, "_LEAST_REJECTED", 0.8)
+    assert digest(LIBRARY[0], sources(), versions()) != before
+
+
 @pytest.mark.parametrize(
     ("module", "before", "after"),
     [
@@ -101,8 +132,9 @@ def test_it_falls_with_a_version(changed: str) -> None:
         ),
         ("rewrite_rules.identity", "return op.Identity(x)", "return op.Identity(op.Identity(x))"),
         ("xrlflow.pipeline.confirm", "_FINAL_AT_LEAST = 3.0", "_FINAL_AT_LEAST = 4.0"),
+        ("rewrite_rules.reduction", "from math import prod", "from math import floor, prod"),
     ],
-    ids=["a docstring", "a comment", "another rule", "the pipeline"],
+    ids=["a docstring", "a comment", "another rule", "the pipeline", "an import that it does not use"],
 )
 def test_a_certificate_stands(module: str, before: str, after: str) -> None:
     now, chosen = edited(module, before, after), rule("FuseReduceMean")
