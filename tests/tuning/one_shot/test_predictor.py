@@ -173,7 +173,7 @@ def test_a_damaged_file_is_no_predictor(
 
 def test_the_tuner_proposes_each_kernel_once_in_its_order(predictor: Predictor) -> None:
     space = space_of("strided")
-    tuner = OneShotTuner(space, predictor, most=8)
+    tuner = OneShotTuner(space, predictor, limit=8)
     found = [*tuner.propose(3), *tuner.propose(6)]
     assert tuner.propose(1) == []
     assert len({candidate.key for candidate in found}) == 8

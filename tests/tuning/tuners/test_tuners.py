@@ -246,10 +246,10 @@ def test_a_frontier_gives_each_kernel_once() -> None:
     frontier = Frontier(space, np.random.default_rng(0))
     vector = space.random(np.random.default_rng(0))
     (one,) = frontier.new([vector, vector], 2)
-    assert not frontier.known(one)
+    assert not frontier.claimed(one)
     assert [c.key for c in frontier.new([vector], 1)] == [one.key]
     frontier.claim([one])
-    assert frontier.known(one)
+    assert frontier.claimed(one)
     assert frontier.new([vector], 1) == []
     assert frontier.spent(vector)
 

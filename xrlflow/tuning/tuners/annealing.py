@@ -14,13 +14,13 @@ from xrlflow.tuning.tuners.guided import Guided
 
 @dataclass(frozen=True, slots=True)
 class AnnealingConfig:
-    """Defaults are AutoTVM's (`sa_model_optimizer.py`)."""
+    """The defaults are those of AutoTVM's `sa_model_optimizer.py`."""
 
     chains: int = 128
     steps: int = 500
-    # Falls linearly to 0. Scores are between 0 and about 1.
+    # The temperature at the first step. It falls linearly to 0. Scores lie between 0 and about 1.
     temperature: float = 1.0
-    # The chains stop if the best `plan` vectors have not changed for this many steps.
+    # The search stops early if the list of the best vectors has not changed for this many steps.
     patience: int = 50
 
     def __post_init__(self) -> None:
@@ -29,7 +29,10 @@ class AnnealingConfig:
 
 
 class AnnealingTuner(Guided):
-    """Parallel chains that change one knob to any other value. With new measurements they continue where they ended."""
+    """Runs many chains in parallel. In each step, every chain proposes to change one knob to any other value.
+
+    The next plan continues from the points where the chains ended.
+    """
 
     name = "annealing"
 
@@ -44,44 +47,46 @@ class AnnealingTuner(Guided):
         if points is None:
             points = self.space.draw(self.generator, config.chains)
         scores = self.surrogate.predict(points)
-        # The score of each vector that may still give something new.
-        seen: dict[Vector, float] = {}
+        # The best unspent vectors so far, with their scores.
+        best: dict[Vector, float] = {}
         size = 8 * count
         floor, idle = -np.inf, 0
-        self._note(seen, points, scores, floor)
+        self._note(best, points, scores, floor)
         for step in range(config.steps):
-            moved = self._moved(points)
-            found = self.surrogate.predict(moved)
+            changed = self._changed(points)
+            new_scores = self.surrogate.predict(changed)
             temperature = config.temperature * (1 - step / config.steps) + 1e-5
-            chance = np.exp(np.minimum((found - scores) / temperature, 0.0))
+            chance = np.exp(np.minimum((new_scores - scores) / temperature, 0.0))
             accepted = self.generator.random(len(points)) < chance
-            points = np.where(accepted[:, None], moved, points)
-            scores = np.where(accepted, found, scores)
-            idle = 0 if self._note(seen, moved, found, floor) else idle + 1
-            if len(seen) > size:
-                seen = dict(sorted(seen.items(), key=lambda entry: (-entry[1], entry[0]))[:size])
-                floor = min(seen.values())
+            points = np.where(accepted[:, None], changed, points)
+            scores = np.where(accepted, new_scores, scores)
+            idle = 0 if self._note(best, changed, new_scores, floor) else idle + 1
+            if len(best) > size:
+                best = dict(sorted(best.items(), key=lambda entry: (-entry[1], entry[0]))[:size])
+                floor = min(best.values())
             if idle >= config.patience:
                 break
         self._points = points
-        return sorted(seen, key=lambda vector: (-seen[vector], vector))
+        return sorted(best, key=lambda vector: (-best[vector], vector))
 
-    def _note(self, seen: dict[Vector, float], points: Indices, scores: Floats, floor: float) -> bool:
-        """Remember vectors above the floor that are not spent. True if any was new."""
-        before = len(seen)
+    def _note(self, best: dict[Vector, float], points: Indices, scores: Floats, floor: float) -> bool:
+        """Add the vectors with a score above `floor` to `best`, unless they are spent. Returns whether any was
+        added."""
+        before = len(best)
         for i in np.flatnonzero(scores > floor):
             vector: Vector = tuple(points[i].tolist())
-            if vector not in seen and not self.frontier.spent(vector):
-                seen[vector] = float(scores[i])
-        return len(seen) > before
+            if vector not in best and not self.frontier.spent(vector):
+                best[vector] = float(scores[i])
+        return len(best) > before
 
-    def _moved(self, points: Indices) -> Indices:
-        """The points, each with one knob changed to another value, if it has one to change."""
+    def _changed(self, points: Indices) -> Indices:
+        """The points, [N, K], with one random knob of each changed to another value. A point without a knob to change
+        stays."""
         draws = np.where(self.space.movable(points), self.generator.random(points.shape), -1.0)
         knob = draws.argmax(axis=1)
         rows = np.arange(len(points))
-        # Any value but the present one. Knobs with a single value stay.
+        # The shift leads to any value but the present one. A knob with a single value stays.
         shift = 1 + (self.generator.random(len(points)) * (self.space.sizes[knob] - 1)).astype(np.int64)
-        moved = points.copy()
-        moved[rows, knob] = (points[rows, knob] + shift) % self.space.sizes[knob]
-        return self.space.masked(moved)
+        changed = points.copy()
+        changed[rows, knob] = (points[rows, knob] + shift) % self.space.sizes[knob]
+        return self.space.masked(changed)

@@ -1,9 +1,10 @@
-"""Beam search on a surrogate: Halide's tree search (Adams et al., 2019, "Learning to Optimize Halide with Tree Search
-and Random Programs").
+"""Beam search on a surrogate, like the tree search of Halide (Adams et al., 2019, "Learning to Optimize Halide with
+Tree Search and Random Programs").
 
-Knobs are decided one after the other, and the best partial assignments are kept. The surrogate only scores complete
-ones, so the score of a partial one is the mean over several completions. These are random in the first pass. In later
-passes they are the results of the pass before, just as Halide's passes look for programs similar to the best so far.
+The search decides one knob after the other and keeps the best partial vectors. The surrogate can only score complete
+vectors, so the score of a partial vector is the mean over several completions. The completions are random in the first
+pass. In later passes they are the best results of the pass before, just as Halide's later passes look for programs
+similar to the best so far.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from xrlflow.tuning.tuners.guided import Guided
 
 @dataclass(frozen=True, slots=True)
 class BeamConfig:
-    """Halide keeps 32 and makes 5 passes.
+    """Sizes of the search. Halide uses a beam of 32 and 5 passes.
 
-    Here both are less, because a step scores the hundreds of values of a tile.
+    Both are smaller here, because the tile of an operator has hundreds of values, and each of them is scored in one
+    step.
     """
 
     beam: int = 16
@@ -35,7 +37,7 @@ class BeamConfig:
 
 
 class BeamTuner(Guided):
-    """Decides the algorithm first, then one knob after the other, in a new random order for each pass."""
+    """Decides the algorithm first, then one knob after the other. Each pass uses a new random order of the knobs."""
 
     name = "beam"
 
@@ -45,36 +47,44 @@ class BeamTuner(Guided):
 
     def plan(self, count: int) -> Sequence[Vector]:
         config = self._config
-        seen: dict[Vector, float] = {}
-        # The fastest measured vectors and random ones: a good decision is often good in other combinations.
-        known = np.array(self.surrogate.best(config.completions // 2), np.int64)
-        rest = self.space.draw(self.generator, config.completions)
-        rest = np.concatenate([known.reshape(-1, len(self.space.knobs)), rest])[: config.completions]
+        scores_of: dict[Vector, float] = {}
+        # Complete partial vectors with the fastest measured vectors and with random ones: a decision that is good with
+        # them is often good with others.
+        fastest = np.array(self.surrogate.best(config.completions // 2), np.int64)
+        completions = self.space.draw(self.generator, config.completions)
+        completions = np.concatenate([fastest.reshape(-1, len(self.space.knobs)), completions])[
+            : config.completions
+        ]
         for _ in range(config.passes):
-            ends, scores = self._pass(rest, max(config.beam, 4 * count))
+            ends, scores = self._pass(completions, max(config.beam, 4 * count))
             for end, score in zip(ends.tolist(), scores.tolist()):
                 if not self.frontier.spent(tuple(end)):
-                    seen[tuple(end)] = score
-            rest = ends[: config.completions]
-        return sorted(seen, key=lambda vector: (-seen[vector], vector))
+                    scores_of[tuple(end)] = score
+            completions = ends[: config.completions]
+        return sorted(scores_of, key=lambda vector: (-scores_of[vector], vector))
 
-    def _pass(self, rest: Indices, most: int) -> tuple[Indices, np.ndarray[tuple[int], np.dtype[np.float32]]]:
-        """At most `most` complete vectors and their scores, best first. `rest` [C, K] completes partial ones."""
+    def _pass(
+        self, completions: Indices, limit: int
+    ) -> tuple[Indices, np.ndarray[tuple[int], np.dtype[np.float32]]]:
+        """One pass: decide all knobs in a random order, with the completions [C, K].
+
+        Returns at most `limit` complete vectors and their scores, best first.
+        """
         beam = np.zeros((1, len(self.space.knobs)), np.int64)
         decided = np.zeros(len(self.space.knobs), bool)
         order = [0, *(1 + self.generator.permutation(len(self.space.knobs) - 1)).tolist()]
         scores = np.zeros(1, np.float32)
-        for place, knob in enumerate(order):
+        for position, knob in enumerate(order):
             size = int(self.space.sizes[knob])
             wider = np.repeat(beam, size, axis=0)
             wider[:, knob] = np.tile(np.arange(size), len(beam))
             decided[knob] = True
-            # Unused knobs are 0, so that vectors that differ only there are equal.
+            # Unused knobs become 0, so that vectors that differ only in them are equal.
             wider = np.unique(np.where(decided, self.space.masked(wider), 0), axis=0)
-            complete = np.where(decided, wider[:, None, :], rest[None, :, :])
+            complete = np.where(decided, wider[:, None, :], completions[None, :, :])
             flat = self.space.masked(complete.reshape(-1, len(decided)))
-            means = self.surrogate.predict(flat).reshape(len(wider), len(rest)).mean(axis=1)
-            kept = self._config.beam if place + 1 < len(order) else most
-            best = np.argsort(-means, kind="stable")[:kept]
+            means = self.surrogate.predict(flat).reshape(len(wider), len(completions)).mean(axis=1)
+            count = self._config.beam if position + 1 < len(order) else limit
+            best = np.argsort(-means, kind="stable")[:count]
             beam, scores = wider[best], means[best]
         return beam, scores

@@ -1,23 +1,28 @@
-"""Reinforcement learning over knob moves: Chameleon (Ahn et al., ICLR 2020, "Chameleon: Adaptive Code Optimization for
+"""Reinforcement learning on knobs, like Chameleon (Ahn et al., ICLR 2020, "Chameleon: Adaptive Code Optimization for
 Expedited Deep Neural Network Compilation").
 
-Adaptive exploration: PPO (the graph agent's, `xrlflow.learn.ppo`) walks through the knobs, decreasing, keeping or
-increasing each in one action; the reward is a surrogate's score of where it gets to. Adaptive sampling: of the many
-configurations that were visited k-means finds groups, as many as pay, and one of each is measured.
+Adaptive exploration: an agent, trained by PPO (`xrlflow.learn.ppo`, also used by the graph agent), walks through the
+space. One action decreases, keeps or increases every knob. The reward is the surrogate's score of the vector that the
+walk reaches.
 
-What differs from the paper, and why:
-- One small network is applied to every knob, with the mean over all knobs and features of the task beside it. So an
-  agent serves tasks with any number of knobs, and what it has learned on some is of use on others.
-- A knob has up to dozens of values; moves begin wide and end at one place, so that a walk of a few dozen steps can get
-  from anywhere to anywhere. Walks from the best that was measured stay about there.
-- The surrogate that is asked in a walk sees knobs alone (see `xrlflow.tuning.surrogate`): nothing is decoded.
-- Of the visited configurations those that the surrogate thinks best are grouped, and of a group not what is nearest to
-  its middle is measured: a few are decoded, and the best by the surrogate that sees kernels is. Both together led to
-  known optima sooner on analytic landscapes; neither was tried alone against the paper's way.
-- Some configurations that no walk has visited are decoded too, and what the surrogate that sees kernels thinks of
-  them is learned by that which sees knobs: decoding takes a hundredth of measuring.
-- What an agent takes from layer to layer is its policy and what was measured: kernels are described alike for all
-  layers, so that the surrogate that sees them knows good from bad before the first measurement of a layer.
+Adaptive sampling: k-means divides the visited vectors into groups, and one vector of each group is measured.
+
+The differences from the paper, with the reasons:
+- One small network is applied to every knob. It also sees the mean over all knobs, and features of the task. So one
+  agent can serve tasks with any number of knobs, and use on one task what it has learned on another.
+- A knob has up to dozens of values. The moves of a walk are long at first and end with a length of one, so that a walk
+  of a few dozen steps can reach any vector from any other. Walks that start at the best measured vectors stay close to
+  them.
+- During a walk, the surrogate scores vectors by their knobs alone (see `xrlflow.tuning.surrogate`), so that no vector
+  has to be decoded.
+- Only the visited vectors with the best scores are grouped. The paper measures the vector nearest to the centre of a
+  group. Here a few vectors of the group are decoded, and the one is measured that the surrogate's model of kernels
+  ranks first. On analytic landscapes, both changes together reached known optima sooner; they were not tested
+  separately.
+- Some vectors that no walk has visited are decoded too. The model of knobs learns the scores that the model of kernels
+  gives them. Decoding takes a hundredth of the time of measuring.
+- An agent carries its policy and its measurements from layer to layer. The descriptions of kernels have the same
+  meaning for all layers, so the model of kernels can rank kernels before the first measurement of a layer.
 """
 
 from __future__ import annotations
@@ -50,9 +55,9 @@ if TYPE_CHECKING:
 
 # Actions of a knob, in this order: decrease, stay, increase.
 _MOVES, _STAY = 3, 1
-# So many of the best measured have neighbours that are looked at.
+# Neighbours of this many of the best measured vectors are decoded in each plan.
 _BEST = 2
-# Features: of a knob's value, of a knob, of a task.
+# The numbers of features of a knob's value, of a knob and of a task.
 _VALUE, _KNOB, _TASK = 2, 5, 4
 _AGENT = "kernel agent"
 _KERNELS, _SCORES = "experience.kernels", "experience.scores"
@@ -60,29 +65,34 @@ _KERNELS, _SCORES = "experience.kernels", "experience.scores"
 
 @dataclass(frozen=True, slots=True)
 class ChameleonConfig:
-    """Of the paper: gamma, lambda, clip, epochs and learning rate of PPO, the part of the knobs whose rest ends a walk,
-    the numbers of groups and the knee. It has 128 walks of up to 500 steps and minibatches of 32; here walks are fewer
-    and shorter, so that planning takes less than measuring."""
+    """The defaults for gamma, lambda, clip, epochs, learning rate, `rest`, `groups` and `knee` are the paper's.
 
+    The paper has 128 walks of up to 500 steps, and minibatches of 32. Here walks are fewer and shorter, so that
+    planning takes less time than measuring.
+    """
+
+    # The number of walks of a round, and the largest number of steps of a walk.
     walks: int = 64
     steps: int = 32
-    # Times that walks are taken and learned from in a plan.
+    # The number of rounds of a plan. In each, the agent walks and then learns from the walks.
     rounds: int = 3
-    # A walk ends when this part of its knobs stays or is at its end.
+    # A walk ends when the moves of at least this fraction of its movable knobs change nothing.
     rest: float = 0.75
-    # So many of the visited configurations, the best by the surrogate, are grouped.
+    # The number of visited vectors that are grouped: those with the best scores of the surrogate.
     pool: int = 128
-    # Of a group so many are decoded, the best by their knobs; the best by their descriptions is taken.
+    # The number of vectors of a group that are decoded: the best by their knobs. Of them, the best by its description
+    # is proposed.
     shortlist: int = 4
-    # Configurations that are drawn and decoded when the surrogate first has something to say of kernels.
+    # The number of random vectors that are decoded as soon as the surrogate can score kernels.
     imagined: int = 128
-    # In each plan so many more are, of those one decision away from each of the two best that were measured.
+    # In each plan, this many neighbours of each of the two best measured vectors are decoded. Neighbours differ in one
+    # decision.
     neighbours: int = 12
-    # The part of what is proposed that is drawn at random, as AutoTVM does.
+    # The fraction of random proposals, as in AutoTVM.
     explore: float = 0.05
-    # Groups that are tried: this many, twice as many and so on, up to what is wanted.
+    # The numbers of groups that are tried are the multiples of this one, up to the number of proposals.
     groups: int = 8
-    # More groups pay if the sum of squared distances falls by this factor.
+    # A larger number of groups is accepted if the sum of squared distances falls by this factor.
     knee: float = 2.5
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
@@ -96,7 +106,7 @@ class ChameleonConfig:
             value_weight=0.5,
             entropy_weight=0.02,
             target_kl=None,
-            # A score of 1 for ever is then worth 1.
+            # With this scale, a score of 1 in every future step has the value 1.
             reward_scale=0.1,
         )
     )
@@ -116,7 +126,7 @@ class ChameleonConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """What an agent sees of a space whatever the vector: tensors, K knobs of at most N values."""
+    """The features of a space that do not depend on the vector: K knobs with at most N values."""
 
     values: Tensor  # [K, N, _VALUE]
     knobs: Tensor  # [K, _KNOB]
@@ -139,7 +149,8 @@ class View:
 
 
 class Observation(NamedTuple):
-    """The state of a walk: indices [K], which knobs can be moved [K], and how far a move goes [K]."""
+    """The state of a walk: the vector [K], which knobs can be moved [K], and the length of a move, as a fraction of the
+    knob's number of values [K]."""
 
     view: View
     vector: Indices
@@ -148,12 +159,15 @@ class Observation(NamedTuple):
 
 
 class Agent(nn.Module):
-    """Actor and critic: tanh networks of 20-20 (as in the paper), shared by all knobs; and the measurements so far."""
+    """Actor and critic, together with all measurements so far.
+
+    Both are tanh networks with two hidden layers of 20, as in the paper, and all knobs share them.
+    """
 
     def __init__(self, seed: int, hidden: int = 20) -> None:
         super().__init__()
         self.hidden = hidden
-        # The number of updates. Before the first, the agent knows nothing.
+        # The number of updates. At 0 the agent has not learned anything.
         self.updates = 0
         self.experience = Experience.none()
         width = _VALUE + 1 + _KNOB
@@ -167,7 +181,7 @@ class Agent(nn.Module):
             self.critic = orthogonal(nn.Linear(hidden, 1), 1.0)
 
     def evaluate(self, observations: Sequence[Observation]) -> tuple[FactoredCategorical, Tensor]:
-        """Actions with K factors, and values [B], for B observations of one space."""
+        """The distribution of actions, with K factors, and the values [B], for B observations of the same space."""
         view = observations[0].view
         assert all(o.view is view for o in observations)
         vectors = torch.from_numpy(np.stack([o.vector for o in observations]))
@@ -196,20 +210,21 @@ class Agent(nn.Module):
         return FactoredCategorical.of(logits, movable, _STAY), values.squeeze(-1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the agent to a file. Raises CheckpointError if that fails."""
+        """Write the agent to a file. Raises CheckpointError if the file cannot be written."""
         config = {"hidden": self.hidden, "updates": self.updates}
         measured = {_KERNELS: self.experience.kernels, _SCORES: self.experience.scores}
         save_checkpoint(Checkpoint(_AGENT, config, {**to_arrays(self.state_dict()), **measured}), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read an agent. Raises CheckpointError if the file is not one, or is of another version."""
-        found = load_checkpoint(path, _AGENT)
-        hidden, updates = found.config.get("hidden"), found.config.get("updates")
+        """Read an agent from a file. Raises CheckpointError if it cannot be read, is not an agent, or is from another
+        version."""
+        checkpoint = load_checkpoint(path, _AGENT)
+        hidden, updates = checkpoint.config.get("hidden"), checkpoint.config.get("updates")
         if not (isinstance(hidden, int) and isinstance(updates, int) and 0 < hidden <= 4096):
-            raise CheckpointError(f"{path}: its configuration is damaged: {dict(found.config)}")
+            raise CheckpointError(f"{path}: its configuration is damaged: {dict(checkpoint.config)}")
         agent = cls(0, hidden)
-        tensors = dict(found.tensors)
+        tensors = dict(checkpoint.tensors)
         kernels, scores = tensors.pop(_KERNELS, None), tensors.pop(_SCORES, None)
         try:
             agent.load_state_dict(to_tensors(tensors))
@@ -223,7 +238,8 @@ class Agent(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walks:
-    """The results of walks: visited vectors [N, K] with scores [N], the ends [W, K], and the data to learn from."""
+    """The results of W walks: the visited vectors [N, K] with their scores [N], the last vectors of the walks [W, K],
+    and the episodes to learn from."""
 
     visited: Indices
     scores: Floats
@@ -232,7 +248,8 @@ class Walks:
 
 
 class ChameleonTuner:
-    """Walks of an agent that learns from plan to plan. It may begin with an agent that learned on other tasks."""
+    """Lets an agent walk through the space; the agent learns in every plan. It can start as a copy of an agent that
+    learned on other tasks."""
 
     name = "chameleon"
 
@@ -256,14 +273,17 @@ class ChameleonTuner:
 
     @property
     def agent(self) -> Agent:
-        """A copy of the present agent, for other tasks."""
+        """A copy of the agent with all measurements so far, for other tasks."""
         agent = copy.deepcopy(self._agent)
         agent.experience = self._surrogate.experience
         return agent
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        """At most `count` candidates: first the likeliest, one for each group of visited configurations, then random
-        ones. None if no walk finds anything new."""
+        """At most `count` new candidates: first one of each group of visited vectors, the best ranks first, then random
+        ones.
+
+        The list is empty if no new kernel can be found.
+        """
         if count < 1:
             return []
         if self._space.size < 2 or not (self._surrogate.ready or self._agent.updates):
@@ -271,37 +291,40 @@ class ChameleonTuner:
         with one_thread():
             self._imagine()
             pool = self._explore()
-        wanted = count - int(self._generator.binomial(count, self._config.explore))
-        chosen = self._sample(pool, wanted) if len(pool) and wanted else []
-        # The likeliest come first, so that good kernels are known sooner.
-        chosen = [chosen[i] for i in np.argsort(-self._surrogate.rank(chosen), kind="stable")]
-        self._frontier.claim(chosen)
-        return [*chosen, *self._frontier.random(count - wanted if chosen else count)]
+        by_walks = count - int(self._generator.binomial(count, self._config.explore))
+        candidates = self._sample(pool, by_walks) if len(pool) and by_walks else []
+        # The best ranks come first, so that good kernels are measured sooner.
+        candidates = [candidates[i] for i in np.argsort(-self._surrogate.rank(candidates), kind="stable")]
+        self._frontier.claim(candidates)
+        return [*candidates, *self._frontier.random(count - by_walks if candidates else count)]
 
     def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self._frontier.claim([candidate for candidate, _ in measured])
         self._surrogate.add(measured)
 
     def _imagine(self) -> None:
-        """Let the model of kernels score some configurations: once random ones, and then some that are one decision
-        away from the best measured. The model of knobs learns these scores."""
+        """Decode some vectors, so that the model of knobs learns the scores that the model of kernels gives them.
+
+        The first time these are random vectors. Every time they include some neighbours of the best measured vectors.
+        """
         if not self._surrogate.ready:
             return
         if not self._imagined:
-            drawn = self._space.draw(self._generator, self._config.imagined)
-            self._decode(list(dict.fromkeys(map(tuple, drawn.tolist()))), self._config.imagined)
+            vectors = self._space.draw(self._generator, self._config.imagined)
+            self._decode(list(dict.fromkeys(map(tuple, vectors.tolist()))), self._config.imagined)
             self._imagined = True
         for best in self._surrogate.best(_BEST):
             near = self._space.neighbours(best)
-            some = self._generator.permutation(len(near))[: self._config.neighbours]
-            self._decode([near[i] for i in some], self._config.neighbours)
+            selected = self._generator.permutation(len(near))[: self._config.neighbours]
+            self._decode([near[i] for i in selected], self._config.neighbours)
 
     def _explore(self) -> Indices:
-        """Walk and learn. Returns what was visited or imagined and may be new, best first: [N, K]."""
+        """Walk and learn. Returns the best vectors [N, K], visited or decoded by `_imagine`, that are not spent, best
+        first."""
         config = self._config
         promising = self._surrogate.promising(config.pool)
         visited = [self._array([vector for vector, _ in promising])]
-        # A configuration's score by its kernel replaces the one by its knobs.
+        # These come first: for a vector in both lists, `np.unique` below keeps the score of the model of kernels.
         scores = [np.array([score for _, score in promising], np.float32)]
         for _ in range(config.rounds if self._surrogate.ready else 1):
             starts, near = self._starts()
@@ -316,18 +339,22 @@ class ChameleonTuner:
                 visited.append(walks.visited)
                 scores.append(walks.scores)
             else:
-                # Without scores, the places that an agent of other tasks walks to are all there is.
+                # Without scores, all ends of the walks are equally promising: the agent learned on other tasks where to
+                # walk.
                 visited.append(walks.ends)
                 scores.append(np.zeros(len(walks.ends), np.float32))
-        places, first = np.unique(np.concatenate(visited), axis=0, return_index=True)
+        vectors, first = np.unique(np.concatenate(visited), axis=0, return_index=True)
         values = np.concatenate(scores)[first]
-        fresh = [i for i, place in enumerate(places.tolist()) if not self._frontier.spent(tuple(place))]
-        places, values = places[fresh], values[fresh]
-        return places[np.argsort(-values, kind="stable")[: config.pool]]
+        fresh = [i for i, vector in enumerate(vectors.tolist()) if not self._frontier.spent(tuple(vector))]
+        vectors, values = vectors[fresh], values[fresh]
+        return vectors[np.argsort(-values, kind="stable")[: config.pool]]
 
     def _starts(self) -> tuple[Indices, int]:
-        """The starts of walks [W, K]: a quarter at the best measured configurations (or imagined ones, if there are too
-        few), a quarter where earlier walks ended, the others anywhere; and how many, the first, begin at the best."""
+        """The starts of the walks, [W, K], and the number of those, at the front, that are the best vectors so far.
+
+        A quarter starts at the best measured vectors or, if these are too few, the best supposed ones. A quarter starts
+        where earlier walks ended, and the others at random vectors.
+        """
         walks = self._config.walks
         best = self._surrogate.best(walks // 4)
         best += [vector for vector, _ in self._surrogate.promising(walks // 4 - len(best))]
@@ -339,44 +366,49 @@ class ChameleonTuner:
         return np.array(vectors, np.int64).reshape(len(vectors), len(self._space.knobs))
 
     def _sample(self, pool: Indices, count: int) -> list[Candidate]:
-        """Adaptive sampling: the best configuration of each group of the pool [N, K], among those that were decoded and
-        a few more. If none of a group is new and valid, one is made from the most frequent values of the pool (as in
-        the paper), or from values drawn by frequency."""
+        """Adaptive sampling: one new candidate of each group of the pool [N, K].
+
+        It is the one with the best rank of those that were already decoded and a few more. If a group has no new valid
+        kernel, the vector of the pool's most frequent values is used, as in the paper, or random combinations of its
+        values.
+        """
         features = self._space.features(pool)
         features = (features - features.mean(0)) / (features.std(0) + 1e-6)
         centres = groups(features, self._config.groups, count, self._config.knee, self._generator)
-        owner = _distances(features, centres).argmin(axis=1)
-        found: dict[str, Candidate] = {}
+        group_of = _distances(features, centres).argmin(axis=1)
+        selected: dict[str, Candidate] = {}
         for group in range(len(centres)):
-            members = np.flatnonzero(owner == group)
-            vectors = [tuple(place) for place in pool[members].tolist()]
-            here = [c for c in self._decode(vectors, self._config.shortlist) if c.key not in found]
-            if not here:
+            members = np.flatnonzero(group_of == group)
+            vectors = [tuple(vector) for vector in pool[members].tolist()]
+            candidates = [c for c in self._decode(vectors, self._config.shortlist) if c.key not in selected]
+            if not candidates:
                 synthetic = [tuple(v) for v in self._synthetic(pool).tolist()]
-                here = [c for c in self._decode(synthetic, 1) if c.key not in found]
-            if here:
-                best = here[int(self._surrogate.rank(here).argmax())]
-                found[best.key] = best
-        return list(found.values())
+                candidates = [c for c in self._decode(synthetic, 1) if c.key not in selected]
+            if candidates:
+                best = candidates[int(self._surrogate.rank(candidates).argmax())]
+                selected[best.key] = best
+        return list(selected.values())
 
     def _decode(self, vectors: Sequence[Vector], count: int) -> list[Candidate]:
-        """The new kernels of those vectors that were decoded before, and of the first `count` others."""
-        there = [
+        """The unclaimed candidates among the vectors: all those that were decoded before, and at most `count` newly
+        decoded ones."""
+        earlier = [
             candidate
             for vector in vectors
-            if (candidate := self._decoded.get(vector)) and not self._frontier.known(candidate)
+            if (candidate := self._decoded.get(vector)) and not self._frontier.claimed(candidate)
         ]
-        others = self._frontier.new([v for v in vectors if v not in self._decoded], count)
-        self._decoded |= {c.vector: c for c in others if c.vector is not None}
-        self._surrogate.suppose(others)
-        return [*there, *others]
+        new = self._frontier.new([v for v in vectors if v not in self._decoded], count)
+        self._decoded |= {c.vector: c for c in new if c.vector is not None}
+        self._surrogate.suppose(new)
+        return [*earlier, *new]
 
     def _synthetic(self, pool: Indices, tries: int = 8) -> Indices:
-        """The vector of each knob's most frequent value, and others drawn by frequency: [T, K]."""
-        most = [int(np.bincount(column).argmax()) for column in pool.T]
+        """The vector of each knob's most frequent value, and `tries` vectors whose values are drawn from the pool, knob
+        by knob: [1 + tries, K]."""
+        frequent = [int(np.bincount(column).argmax()) for column in pool.T]
         rows = self._generator.integers(len(pool), size=(tries, pool.shape[1]))
-        drawn = np.take_along_axis(pool, rows, axis=0)
-        return self._space.masked(np.concatenate([np.array([most], np.int64), drawn]))
+        mixed = np.take_along_axis(pool, rows, axis=0)
+        return self._space.masked(np.concatenate([np.array([frequent], np.int64), mixed]))
 
 
 def walk(
@@ -389,10 +421,11 @@ def walk(
     generator: torch.Generator,
     near: int = 0,
 ) -> Walks:
-    """Walks from these starts [W, K], all at once. The reward of a visited configuration is its score.
+    """Walk from all starts, [W, K], at once. The reward of a step is the surrogate's score of the vector that it
+    reaches.
 
-    The first `near` walks stay close to their start: their moves are one step long. A walk that rests is truncated, not
-    terminated: the critic estimates what it would get by resting for ever.
+    The first `near` walks stay close to their start: their moves have length one. A walk that ends because its knobs
+    rest counts as truncated, not as terminated: the critic estimates the value of resting for ever.
     """
     points = starts
     episodes: list[Episode[Observation]] = [Episode() for _ in starts]
@@ -403,59 +436,65 @@ def walk(
         for step in range(config.steps):
             strides = np.where((running < near)[:, None], 1, _strides(space, step, config.steps))
             movable = space.movable(points)
-            seen = _observe(view, points, movable, strides, space)
-            distribution, values = agent.evaluate(seen)
+            observed = _observe(view, points, movable, strides, space)
+            distribution, values = agent.evaluate(observed)
             actions = distribution.sample(generator)
             log_probs = distribution.log_prob(actions)
             moves = (actions.numpy() - _STAY) * strides
-            moved = np.clip(points + moves, 0, space.sizes - 1)
-            # A knob rests if its move changes nothing: it stays, or is at its end.
-            resting = ((moved == points) & movable).sum(1) >= config.rest * movable.sum(1)
-            # Moves longer than one step do not end a walk.
+            reached = np.clip(points + moves, 0, space.sizes - 1)
+            # A knob rests if its move changes nothing: the action was to stay, or the knob is at its end.
+            resting = ((reached == points) & movable).sum(1) >= config.rest * movable.sum(1)
+            # A walk does not end while its moves are longer than one.
             resting &= (strides == 1).all(1)
-            points = space.masked(moved)
-            found = surrogate.predict(points)
+            points = space.masked(reached)
+            rewards = surrogate.predict(points)
             visited.append(points)
-            scores.append(found)
+            scores.append(rewards)
             for i, episode in enumerate(episodes[j] for j in running):
-                episode.observations.append(seen[i])
-            for values_of, name in (
+                episode.observations.append(observed[i])
+            for numbers, name in (
                 (actions.tolist(), "actions"),
                 (log_probs.tolist(), "log_probs"),
                 (values.tolist(), "values"),
-                (found.tolist(), "rewards"),
+                (rewards.tolist(), "rewards"),
             ):
-                for j, value in zip(running, values_of):
+                for j, value in zip(running, numbers):
                     getattr(episodes[j], name).append(value)
             ends[running] = points
             running, points = running[~resting], points[~resting]
             if not len(running):
                 break
         last = np.broadcast_to(_strides(space, config.steps, config.steps), ends.shape)
-        _, beyond = agent.evaluate(_observe(view, ends, space.movable(ends), last, space))
-        for episode, value in zip(episodes, beyond.tolist()):
+        _, bootstraps = agent.evaluate(_observe(view, ends, space.movable(ends), last, space))
+        for episode, value in zip(episodes, bootstraps.tolist()):
             episode.bootstrap, episode.truncated = value, True
     return Walks(np.concatenate(visited), np.concatenate(scores), ends, episodes)
 
 
-def groups(points: Floats, least: int, most: int, knee: float, generator: np.random.Generator) -> Floats:
-    """The centres [G, F] of points [N, F] by k-means. The number of groups is `least`, two, three times as many, as
-    long as the squared distances fall by the factor `knee`; at most `most`, and at most the number of points."""
-    most = min(most, len(points))
-    chosen, loss = kmeans(points, min(least, most), generator)
-    for size in range(2 * least, most + 1, least):
+def groups(points: Floats, step: int, limit: int, knee: float, generator: np.random.Generator) -> Floats:
+    """Group points [N, F] by k-means; returns the centres [G, F].
+
+    G is a multiple of `step`. It grows while each larger number divides the sum of squared distances by more than
+    `knee`. It is at most `limit` and at most N.
+    """
+    limit = min(limit, len(points))
+    best, loss = kmeans(points, min(step, limit), generator)
+    for size in range(2 * step, limit + 1, step):
         centres, smaller = kmeans(points, size, generator)
         if smaller >= loss / knee:
             break
-        chosen, loss = centres, smaller
-    return chosen
+        best, loss = centres, smaller
+    return best
 
 
 def kmeans(
     points: Floats, size: int, generator: np.random.Generator, rounds: int = 20
 ) -> tuple[Floats, float]:
-    """Lloyd's algorithm from k-means++ starts (Arthur and Vassilvitskii, 2007): centres [size, F], and the sum of
-    squared distances to them. An empty group keeps its centre."""
+    """k-means of points [N, F]: the centres [size, F], and the sum of the squared distances to the nearest centre.
+
+    It is Lloyd's algorithm with the initial centres of k-means++ (Arthur and Vassilvitskii, 2007). An empty group keeps
+    its centre.
+    """
     centres = points[generator.integers(len(points), size=1)]
     while len(centres) < size:
         near = _distances(points, centres).min(axis=1).astype(np.float64)
@@ -463,35 +502,38 @@ def kmeans(
         chances = near / total if total > 0 else np.full(len(points), 1 / len(points))
         centres = np.concatenate([centres, points[generator.choice(len(points), size=1, p=chances)]])
     for _ in range(rounds):
-        owner = _distances(points, centres).argmin(axis=1)
-        counts = np.bincount(owner, minlength=size)
+        group_of = _distances(points, centres).argmin(axis=1)
+        counts = np.bincount(group_of, minlength=size)
         sums = np.zeros_like(centres)
-        np.add.at(sums, owner, points)
-        moved = np.where(counts[:, None] > 0, sums / np.maximum(counts, 1)[:, None], centres)
-        if np.allclose(moved, centres):
+        np.add.at(sums, group_of, points)
+        means = np.where(counts[:, None] > 0, sums / np.maximum(counts, 1)[:, None], centres)
+        if np.allclose(means, centres):
             break
-        centres = moved.astype(np.float32)
+        centres = means.astype(np.float32)
     return centres, float(_distances(points, centres).min(axis=1).sum())
 
 
 def _distances(points: Floats, centres: Floats) -> Floats:
-    """Squared distances [N, G]."""
+    """The squared distance of each point [N, F] to each centre [G, F]: [N, G]."""
     squares = np.square(points).sum(1)[:, None] + np.square(centres).sum(1)[None, :]
-    found: Floats = np.maximum(squares - 2 * points @ centres.T, 0)
-    return found
+    distances: Floats = np.maximum(squares - 2 * points @ centres.T, 0)
+    return distances
 
 
 def _strides(space: DesignSpace, step: int, steps: int) -> Indices:
-    """The length of a move at a step of a walk, for each knob [K]: a quarter of its values at first, halved repeatedly
-    in the first half of the walk, then one."""
+    """The length of each knob's move [K] at a step of a walk.
+
+    It begins with a quarter of the knob's values, and falls to one in the first half of the walk. It is never below
+    one.
+    """
     halvings = np.log2(np.maximum(space.sizes / 4, 1))
-    left = halvings * max(0.0, 1 - 2 * step / steps)
-    found: Indices = np.maximum(1, np.round(2**left)).astype(np.int64)
-    return found
+    exponents = halvings * max(0.0, 1 - 2 * step / steps)
+    strides: Indices = np.maximum(1, np.round(2**exponents)).astype(np.int64)
+    return strides
 
 
 def _observe(
     view: View, points: Indices, movable: npt.NDArray[np.bool_], strides: Indices, space: DesignSpace
 ) -> list[Observation]:
     relative = (strides / space.sizes).astype(np.float32)
-    return [Observation(view, *seen) for seen in zip(points, movable, relative)]
+    return [Observation(view, *parts) for parts in zip(points, movable, relative)]

@@ -1,4 +1,4 @@
-"""Makes tuners by name."""
+"""Creates tuners by their names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 
 def make_tuner(method: Method, space: DesignSpace, seed: int, *, agent: Agent | None = None) -> Tuner:
-    """A tuner of this kind. `agent`: for `chameleon`, one that learned on other layers; the tuner uses a copy.
+    """A tuner for the method.
 
-    Raises ValueError if an agent is given to another method.
+    `agent` is only for `chameleon`: an agent that learned on other layers. The tuner works on a copy. Raises ValueError
+    if another method is given an agent.
     """
     if agent is not None and method is not Method.CHAMELEON:
         raise ValueError(f"an agent is of no use to {method.value}")

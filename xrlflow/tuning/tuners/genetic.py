@@ -14,8 +14,8 @@ from xrlflow.tuning.tuners.guided import Guided
 
 @dataclass(frozen=True, slots=True)
 class GeneticConfig:
-    """`best`: so many of the fastest measured vectors are in the first generation; the others are drawn. `mutation`:
-    the chance of a knob of a child to get another value."""
+    """`best` is the number of the fastest measured vectors in the first generation; the others are random. `mutation`
+    is the probability that a knob of a child gets a random value."""
 
     population: int = 256
     generations: int = 8
@@ -28,7 +28,7 @@ class GeneticConfig:
 
 
 class GeneticTuner(Guided):
-    """Children take each knob from one of two parents, which are drawn by their scores."""
+    """A child gets each knob from one of its two parents. Vectors with high scores become parents more often."""
 
     name = "genetic"
 
@@ -37,26 +37,26 @@ class GeneticTuner(Guided):
         self._config = config
 
     def plan(self, count: int) -> Sequence[Vector]:
-        config, seen = self._config, dict[Vector, float]()
-        known = np.array(self.surrogate.best(config.best), np.int64).reshape(-1, len(self.space.knobs))
-        drawn = self.space.draw(self.generator, config.population - len(known))
-        points = np.concatenate([known, drawn])
+        config, scores_of = self._config, dict[Vector, float]()
+        fastest = np.array(self.surrogate.best(config.best), np.int64).reshape(-1, len(self.space.knobs))
+        others = self.space.draw(self.generator, config.population - len(fastest))
+        points = np.concatenate([fastest, others])
         for _ in range(config.generations):
             points = np.unique(points, axis=0)
             scores = self.surrogate.predict(points)
-            seen |= zip(map(tuple, points.tolist()), scores.tolist())
+            scores_of |= zip(map(tuple, points.tolist()), scores.tolist())
             points = self._children(points, scores)
-        fresh = [vector for vector in seen if not self.frontier.spent(vector)]
-        return sorted(fresh, key=lambda vector: (-seen[vector], vector))
+        fresh = [vector for vector in scores_of if not self.frontier.spent(vector)]
+        return sorted(fresh, key=lambda vector: (-scores_of[vector], vector))
 
     def _children(self, points: Indices, scores: Floats) -> Indices:
-        """The next generation, [population, K]."""
+        """The next generation, [population, K], of points [N, K] with scores [N]."""
         size, generator = self._config.population, self.generator
         chances = np.maximum(scores.astype(np.float64), 0.0) + 1e-6
         parents: Indices = points[generator.choice(len(points), size=(2, size), p=chances / chances.sum())]
-        one, other = parents
-        children = np.where(generator.random(one.shape) < 0.5, one, other)
-        others = generator.integers(self.space.sizes, size=children.shape)
+        first, second = parents
+        children = np.where(generator.random(first.shape) < 0.5, first, second)
+        random_values = generator.integers(self.space.sizes, size=children.shape)
         return self.space.masked(
-            np.where(generator.random(children.shape) < self._config.mutation, others, children)
+            np.where(generator.random(children.shape) < self._config.mutation, random_values, children)
         )

@@ -1,4 +1,4 @@
-"""The base of tuners that search a surrogate: which of the vectors found are decoded and proposed."""
+"""The base class of tuners that search with a surrogate. It selects which of the promising vectors are proposed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Measurement
 
-# This many times the wanted number of vectors, the best by the model of knobs, are decoded for the model of schedules.
+# The shortlist has this many times the number of proposals: the best by the model of knobs. The model of kernels ranks
+# it.
 _SHORTLIST = 4
 
 
 class Guided(ABC):
-    """Proposes what `plan` finds, and some random candidates; only random ones while the surrogate is not ready."""
+    """Proposes the best vectors of `plan` and some random ones. While the surrogate is not ready, all proposals are
+    random."""
 
     name: str
-    # The part of the proposals that is random: AutoTVM's epsilon.
+    # The fraction of random proposals: AutoTVM's epsilon.
     explore: ClassVar[float] = 0.05
 
     def __init__(self, space: DesignSpace, seed: int) -> None:
@@ -33,20 +35,21 @@ class Guided(ABC):
 
     @abstractmethod
     def plan(self, count: int) -> Sequence[Vector]:
-        """Normal vectors, the most promising first, for `count` kernels. The surrogate is ready."""
+        """Promising normal vectors, best first, from which `count` kernels are selected. Called only if the surrogate
+        is ready."""
 
     def propose(self, count: int) -> Sequence[Candidate]:
         if count < 1 or not self.surrogate.ready:
             return self.frontier.random(count)
-        wanted = count - int(self.generator.binomial(count, self.explore))
-        chosen = self._planned(wanted) if wanted else []
-        self.frontier.claim(chosen)
-        return [*chosen, *self.frontier.random(count - len(chosen))]
+        by_plan = count - int(self.generator.binomial(count, self.explore))
+        planned = self._planned(by_plan) if by_plan else []
+        self.frontier.claim(planned)
+        return [*planned, *self.frontier.random(count - len(planned))]
 
-    def _planned(self, wanted: int) -> list[Candidate]:
-        shortlist = self.frontier.new(self.plan(wanted), _SHORTLIST * wanted)
+    def _planned(self, count: int) -> list[Candidate]:
+        shortlist = self.frontier.new(self.plan(count), _SHORTLIST * count)
         order = np.argsort(-self.surrogate.rank(shortlist), kind="stable")
-        return [shortlist[i] for i in order[:wanted]]
+        return [shortlist[i] for i in order[:count]]
 
     def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self.frontier.claim([candidate for candidate, _ in measured])

@@ -1,5 +1,5 @@
-"""The One-Shot Tuner as a tuner: it proposes the ways of a layer in the order of a predictor, and learns nothing from
-measurements (Ryu et al., 2022, "One-Shot Tuner for Deep Learning Compilers")."""
+"""A tuner that proposes the kernels of a layer in the order of a predictor's times (Ryu et al., 2022, "One-Shot Tuner
+for Deep Learning Compilers"). It learns nothing from measurements."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ from xrlflow.tuning.tuners.protocol import Measurement
 
 
 class OneShotTuner:
-    """Promising ways of the space are scored, once, and at most so many proposed. Estimates order those of blocks and
-    of layers that are too large for the predictor."""
+    """Predicts the time of the promising kernels of a space once, and proposes at most `limit` of them, fastest first.
+
+    Blocks, and layers that are too large for the predictor, are ordered by the estimates of the device model instead.
+    """
 
     name = "one-shot"
 
-    def __init__(self, space: DesignSpace, predictor: Predictor, most: float = math.inf) -> None:
+    def __init__(self, space: DesignSpace, predictor: Predictor, limit: float = math.inf) -> None:
         if predictable(space.layer):
-            usual = space.choices.index(space.layer.estimated(space.machine))
-            places, seconds = predicted(predictor, space, usual)
-            order = places[np.argsort(seconds, kind="stable")]
+            untuned = space.choices.index(space.layer.estimated(space.machine))
+            positions, seconds = predicted(predictor, space, untuned)
+            order = positions[np.argsort(seconds, kind="stable")]
         else:
             order = np.argsort(space.estimates, kind="stable")
         self._space = space
-        self._rest = iter(order.tolist())
-        self._most = most
-        self._known: set[str] = set()
+        self._remaining = iter(order.tolist())
+        self._limit = limit
+        self._proposed: set[str] = set()
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        found: list[Candidate] = []
-        while len(found) < min(count, self._most) and (place := next(self._rest, None)) is not None:
-            candidate = self._space.decode(self._space.points[place].tolist())
-            if candidate is not None and candidate.key not in self._known:
-                self._known.add(candidate.key)
-                found.append(candidate)
-        self._most -= len(found)
-        return found
+        candidates: list[Candidate] = []
+        while (
+            len(candidates) < min(count, self._limit)
+            and (position := next(self._remaining, None)) is not None
+        ):
+            candidate = self._space.decode(self._space.points[position].tolist())
+            if candidate is not None and candidate.key not in self._proposed:
+                self._proposed.add(candidate.key)
+                candidates.append(candidate)
+        self._limit -= len(candidates)
+        return candidates
 
     def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
-        self._known.update(candidate.key for candidate, _ in measured)
+        self._proposed.update(candidate.key for candidate, _ in measured)

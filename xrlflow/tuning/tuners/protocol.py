@@ -1,4 +1,4 @@
-"""The interface of tuners: they propose candidates and learn how long these took."""
+"""The interface of tuners: they propose candidates and learn from their times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xrlflow.tuning.knobs import Candidate
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The outcome for a candidate: seconds of each repetition or, if it did not run, the reason."""
+    """The result for a candidate: the seconds of each repetition or, if it did not run, the error."""
 
     seconds: tuple[float, ...] = ()
     error: str | None = None
@@ -27,29 +27,34 @@ class Measurement:
 
     @property
     def median(self) -> float:
-        """The median of the repetitions in seconds; infinite if it failed."""
+        """The median of the repetitions, in seconds. It is infinite if the kernel did not run."""
         return statistics.median(self.seconds) if self.seconds else math.inf
 
 
 class Tuner(Protocol):
-    """Ask and tell. A tuner belongs to one task, has a seed, and measures nothing itself."""
+    """A search for the fastest kernel of one task: it proposes candidates, the caller measures them and reports their
+    times.
+
+    The search is determined by its seed and these reports.
+    """
 
     name: str
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        """At most `count` different candidates that were neither proposed nor reported before; none if exhausted.
+        """At most `count` different candidates that were neither proposed nor reported before. It is empty if there are
+        none.
 
-        The most promising come first, if the tuner knows them: the first few are measured before others are built.
+        If the tuner can rank them, the most promising ones come first, because the first ones are measured first.
         """
         ...
 
     def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
-        """Learn from measurements of this tuner's candidates, or of other candidates of the task."""
+        """Learn from measurements of this tuner's candidates, or of other candidates of the same task."""
         ...
 
 
 class Method(Enum):
-    """The tuners, by their names on the command line."""
+    """The tuners, with their names on the command line."""
 
     CHAMELEON = "chameleon"
     GENETIC = "genetic"
@@ -61,5 +66,5 @@ class Method(Enum):
 
 
 SEARCHING = (Method.CHAMELEON, Method.GENETIC, Method.ANNEALING, Method.BEAM, Method.RANDOM)
-"""Those that measure until trials or time are spent. With ONE_SHOT a predictor chooses, and no kernel is measured;
-ONE_SHOT_8 measures the first eight of each layer."""
+"""The methods that measure until the trials or the time are used up. ONE_SHOT measures nothing and trusts the
+predictor; ONE_SHOT_8 measures the first eight candidates of each layer."""

@@ -1,4 +1,4 @@
-"""Random search, which any other method has to beat."""
+"""Random search, the baseline of the other methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xrlflow.tuning.tuners.protocol import Measurement
 
 
 class RandomTuner:
-    """Proposes random vectors (see WaySpace.random), each kernel once."""
+    """Proposes random vectors (see `DesignSpace.random`), and each kernel only once."""
 
     name = "random"
 
