@@ -176,8 +176,8 @@ def optimize(
 
     Raises ModelError, BackendError, VerificationError, StoreError or OptionError if the caller can correct the error,
     and VerificationFailed if a trace (`replay`) or a compiled model (`backend="tvm"`) does not compute the same as the
-    original. Otherwise a rule that makes such a graph is taken back, and in the end the original is returned; the notes
-    of the report say so.
+    original. Otherwise the search's result without the rule to blame is returned or, if that fails, the original; the
+    notes of the report say so.
     """
     arguments = dict(locals())
     for name in ("model", "options", "listener", "further"):

@@ -235,14 +235,14 @@ def test_the_policy_decides_what_is_tried_first() -> None:
 
 
 def test_rollouts_apply_in_bursts_what_the_policy_likes() -> None:
-    """The policy's own walk, without kicks: as many calls as there are kinds of steps."""
+    """The policy's own walk, without perturbations: as many calls as there are kinds of steps."""
     library = Library(VALLEYS)
     words = Vocabulary.of(library)
     state, cost = start(valleys(count=5, relus=1), library, PRICES)
     policy = Scripted(words, PushAndDouble=8.0, CancelTransposes=8.0)
     calls: dict[float, int] = {}
     limits = Limits(progress=lambda _, best: calls.setdefault(best, len(policy.calls)) and None)
-    config = StrategyConfig(kicks=0, patience=20)
+    config = StrategyConfig(perturbations=0, patience=20)
     result = agent_search(state, cost, limits, policy, Featuriser(words, Roofline()), config)
     assert len(result.best.trace) == 10
     assert calls[result.best.cost] <= 3

@@ -67,9 +67,9 @@ class Wide:
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Run modules of one interface on the same inputs: on each of `inputs` for their outputs, then on the first one for
-    times, `repetitions` interleaved runs of each. Inputs are drawn to suit the module `like`. `quick`: compile with
-    little effort. `wide`: in float64 (see `wide`). Reply: Executed.
+    """Run modules of one interface: on each of `inputs` for their outputs, and `repetitions` more times on the first
+    one, interleaved, for their seconds. Inputs are drawn to suit the module `like`. `quick`: compile with little
+    effort. `wide`: run in float64 (see `wide`). Reply: Executed.
     """
 
     like: bytes

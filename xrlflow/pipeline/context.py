@@ -55,7 +55,7 @@ class Clock:
 
     @property
     def budget(self) -> Budget:
-        """The shares of the time that is left."""
+        """How the time that is left is divided among the phases."""
         begin = next((at for at in (self._hurried_at, self._begun_at) if at is not None), self.begin)
         return Budget(
             begin, self.deadline - begin, self.latency, self.loading, self.verifying,

@@ -86,7 +86,7 @@ def ordered(context: Context, start: Start, explored: Explored) -> Explored:
     each weighted by its error, since learned costs may err by more than proposals gain.
 
     The search's first proposals are measured for that; the fastest of the graphs measured earlier are proposed as well.
-    After Ctrl-C the clock is hurried, and nothing is measured.
+    After Ctrl-C, `Clock.hurry` moves the deadline, and nothing is measured.
     """
     ratios = {node.state.fingerprint: ratio for ratio, node in start.measured}
     proposals = {node.state.fingerprint: node for node in explored.proposals}

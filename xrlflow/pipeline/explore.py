@@ -60,7 +60,7 @@ class Explored:
 
 
 def explore(context: Context, start: Start) -> Explored:
-    """Search, or replay a trace. After Ctrl-C the clock is hurried. Raises OptionError."""
+    """Search, or replay a trace. After Ctrl-C, `Clock.hurry` moves the deadline. Raises OptionError."""
     model = start.model
     clock, options = context.clock, context.options
     train_until = clock.budget.train_until if options.train_steps and not clock.hurried else None

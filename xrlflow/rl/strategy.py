@@ -7,15 +7,15 @@ the cost model instead of the network where that is enough:
   starts at the input, so the result is never worse than that of greedy search (if the limits let the descent finish).
 - Level steps. At the end of the first descent, every substitution of nearly no cost is tried, each followed by a
   descent. This is cheaper than a network call.
-- Kicks. At the end of a descent, the agent chooses substitutions that are worth a loss. A descent follows each. If a
-  kick does not gain at once, further kicks start from it. Kicks are ordered by the policy's probability along the path
-  (as in Orseau et al., 2018, Single-Agent Policy Tree Search) and by their loss. So the search crosses valleys of
-  several steps.
+- Perturbations. At the end of a descent, the agent chooses substitutions that are worth a loss. A descent follows each.
+  If a perturbation does not gain at once, further perturbations start from it. Perturbations are ordered by the
+  policy's probability along the path (as in Orseau et al., 2018, Single-Agent Policy Tree Search) and by their loss. So
+  the search crosses valleys of several steps.
 - Rollouts. They start at the input and go in bursts: one network call applies all substitutions that are nearly as
   probable as the likeliest one. The first rollout takes the likeliest actions; later ones sample.
 
-Candidates of one rule with the same context and price (mostly in different layers) form one kick. If it gains, the
-others are applied at once. A state is identified by its fingerprint, and none is expanded or evaluated twice. The
+Candidates of one rule with the same context and price (mostly in different layers) form one perturbation. If it gains,
+the others are applied at once. A state is identified by its fingerprint, and none is expanded or evaluated twice. The
 network evaluates states in batches.
 """
 
@@ -44,7 +44,7 @@ ObsIn = TypeVar("ObsIn", contravariant=True)
 
 # The maximum of nodes of a match that `alike` compares.
 _SHOWN = 16
-# A rule that lost may gain when applied again: up to this depth of kicks, and for this many nats each time.
+# A rule that lost may gain when applied again: up to this depth of perturbations, and for this many nats each time.
 _REPEATS, _AGAIN = 5, 1.5
 # The search ends after this many rollouts in a row that find nothing new.
 _IDLE = 4
@@ -63,18 +63,18 @@ class StrategyConfig:
     """The parameters of the search."""
 
     batch: int = 4  # states per network call
-    kicks: int = 8  # kicks between two network calls
+    perturbations: int = 8  # perturbations between two network calls
     rollouts: int = 1  # rollouts that run in parallel
     burst: float = 0.5
     """A burst also applies candidates whose probability is at least this part of the likeliest one's."""
     temperature: float = 1.0  # of rollouts that sample
     caution: float = 0.3
-    """The part of a kick's probability that prefers small losses instead of following the policy."""
+    """The part of a perturbation's probability that prefers small losses instead of following the policy."""
     rise: float = 8.0  # the nats that a loss of the whole initial cost adds
     twins: float = 2.0  # the n-th state of the same size and cost gets `twins` * log(n) nats more
     elsewhere: float = 0.2
-    """The factor on the probability of candidates that existed before the last kick. They are independent of it and
-    could have come first."""
+    """The factor on the probability of candidates that existed before the last perturbation. They are independent of it
+    and could have come first."""
     level: float = 0.005  # level steps try losses of up to this part of the initial cost
     horizon: int = 100  # the greatest number of steps of a rollout
     patience: int | None = 100
@@ -102,7 +102,7 @@ class _Evaluated:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A state that waits for its evaluation. `before`: the state where the kick began that led to it."""
+    """A state that waits for its evaluation. `before`: the state where the perturbation began that led to it."""
 
     node: SearchNode
     nats: float
@@ -121,7 +121,7 @@ class _Rollout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kick:
+class _Perturbation:
     """Equal substitutions in different places, of which one is tried. `nats`: the order in the queue; fewer come
     first."""
 
@@ -178,7 +178,7 @@ class _Search(States, Generic[Obs]):
         self.evaluated_states: dict[int, _Evaluated] = {}
         # Both queues are ordered by (nats, number).
         self.pending: list[tuple[float, int, _Pending]] = []
-        self.kicks: list[tuple[float, int, _Kick]] = []
+        self.perturbations: list[tuple[float, int, _Perturbation]] = []
         self.queued: set[int] = set()
         # Counts states of one size and cost. Mostly these are the same substitutions in other places, or detours back.
         self.twins: Counter[tuple[int, float]] = Counter()
@@ -204,7 +204,8 @@ class _Search(States, Generic[Obs]):
             pass
 
     def round(self, rollouts: list[_Rollout]) -> int:
-        """Make one network call and use it for kicks and rollouts. Returns the number of rollouts that ended."""
+        """Make one network call and use it for perturbations and rollouts. Returns the number of rollouts that
+        ended."""
         config = self.config
         requested = {
             r.at.state.fingerprint: r.at
@@ -213,15 +214,19 @@ class _Search(States, Generic[Obs]):
         }
         arrived: list[_Pending] = []
         while self.pending and len(requested) < config.batch:
-            if self.kicks and self.kicks[0][0] < self.pending[0][0] and len(self.kicks) >= config.kicks:
-                break  # enough kicks in the queue are likelier
+            if (
+                self.perturbations
+                and self.perturbations[0][0] < self.pending[0][0]
+                and len(self.perturbations) >= config.perturbations
+            ):
+                break  # enough perturbations in the queue are likelier
             pending = heapq.heappop(self.pending)[2]
             arrived.append(pending)
             if pending.node.state.fingerprint not in self.evaluated_states:
                 requested[pending.node.state.fingerprint] = pending.node
         self.evaluate(list(requested.values()))
         for pending in arrived:
-            self.consider_kicks(pending)
+            self.consider_perturbations(pending)
         ended = 0
         for index, rollout in enumerate(rollouts):
             if not self.advance(rollout):
@@ -229,8 +234,8 @@ class _Search(States, Generic[Obs]):
                 self.settle(rollout.at)
                 rollouts[index] = _Rollout(self.root, config.temperature)
         count = 0
-        while self.kicks and count < config.kicks:
-            count += self.kick(heapq.heappop(self.kicks)[2])
+        while self.perturbations and count < config.perturbations:
+            count += self.perturb(heapq.heappop(self.perturbations)[2])
         return ended
 
     # --- the network ---
@@ -269,7 +274,7 @@ class _Search(States, Generic[Obs]):
                 )
                 self.evaluated += 1
 
-    # --- kicks ---
+    # --- perturbations ---
 
     def await_evaluation(
         self, node: SearchNode, nats: float, depth: int, before: SearchNode | None = None
@@ -283,8 +288,9 @@ class _Search(States, Generic[Obs]):
         self.numbers += 1
         heapq.heappush(self.pending, (nats, self.numbers, _Pending(node, nats, depth, before)))
 
-    def consider_kicks(self, pending: _Pending) -> None:
-        """Queue one kick per group of choices. Choices that existed before the last kick form groups of their own."""
+    def consider_perturbations(self, pending: _Pending) -> None:
+        """Queue one perturbation per group of choices. Choices that existed before the last perturbation form groups of
+        their own."""
         evaluated = self.evaluated_states[pending.node.state.fingerprint]
         before = pending.before
         old = {m.key for m in before.state.candidates} if before is not None else set()
@@ -304,10 +310,10 @@ class _Search(States, Generic[Obs]):
             for members, chance in zip(parts, (share * mixed).tolist()):
                 same = tuple(evaluated.choices[i] for i in members)
                 nats = pending.nats - log(max(chance, 1e-12))
-                self.await_kick(_Kick(evaluated.node, same, nats, pending.depth + 1))
+                self.await_perturbation(_Perturbation(evaluated.node, same, nats, pending.depth + 1))
 
     def try_level_steps(self) -> None:
-        """Try all kicks with a loss of at most `level`, and start again after each improvement."""
+        """Try all perturbations with a loss of at most `level`, and start again after each improvement."""
         limit = self.config.level * self.root.cost
         settled: SearchNode | None = None
         while settled is not self.best:
@@ -319,55 +325,60 @@ class _Search(States, Generic[Obs]):
                     groups.setdefault(group, []).append(match)
             for alikes in sorted(groups.values(), key=lambda g: (g[0].delta, g[0].key)):
                 loss = max(0.0, alikes[0].delta) / max(self.root.cost, 1e-30)
-                self.kick(_Kick(settled, tuple(alikes), self.config.rise * loss + log(len(groups)), 1))
+                self.perturb(
+                    _Perturbation(settled, tuple(alikes), self.config.rise * loss + log(len(groups)), 1)
+                )
                 if self.best is not settled:
                     break
 
-    def await_kick(self, kick: _Kick) -> None:
+    def await_perturbation(self, perturbation: _Perturbation) -> None:
         self.numbers += 1
-        heapq.heappush(self.kicks, (kick.nats, self.numbers, kick))
+        heapq.heappush(self.perturbations, (perturbation.nats, self.numbers, perturbation))
 
-    def kick(self, kick: _Kick) -> bool:
-        """Apply one of a kick's substitutions and descend. If that gains, apply the others. False if the state is
-        known."""
-        base, best = kick.node, self.best
+    def perturb(self, perturbation: _Perturbation) -> bool:
+        """Apply one of a perturbation's substitutions and descend. If that gains, apply the others. False if the state
+        is known."""
+        base, best = perturbation.node, self.best
         here = base.state.fingerprint
-        # A rollout may have reached the state before, but rollouts queue no kicks.
-        new = (m for m in kick.alike if (here + m.shift) & FINGERPRINT_MASK not in self.queued)
+        # A rollout may have reached the state before, but rollouts queue no perturbations.
+        new = (m for m in perturbation.alike if (here + m.shift) & FINGERPRINT_MASK not in self.queued)
         match = next(new, None)
-        kicked = None if match is None else self.make(base, match)
-        if kicked is None or match is None:
+        perturbed = None if match is None else self.make(base, match)
+        if perturbed is None or match is None:
             return False
-        end = self.descend(kicked, base.cost)
+        end = self.descend(perturbed, base.cost)
         if self.best is not best:
-            self.spread(kick.alike, self.descend(self.best))
+            self.spread(perturbation.alike, self.descend(self.best))
             self.await_evaluation(self.best, 0.0, 0)
             return True
-        for node in (kicked, end):
+        for node in (perturbed, end):
             loss = max(0.0, node.cost - best.cost) / max(self.root.cost, 1e-30)
-            self.await_evaluation(node, kick.nats + self.config.rise * loss, kick.depth, base)
-        if kick.depth < _REPEATS:
-            self.repeat(kick, match, kicked)
+            self.await_evaluation(node, perturbation.nats + self.config.rise * loss, perturbation.depth, base)
+        if perturbation.depth < _REPEATS:
+            self.repeat(perturbation, match, perturbed)
         return True
 
-    def repeat(self, kick: _Kick, match: Match, kicked: SearchNode) -> None:
-        """Queue the same rule again: one kick of candidates that were in the last kick, one of all others."""
+    def repeat(self, perturbation: _Perturbation, match: Match, perturbed: SearchNode) -> None:
+        """Queue the same rule again: one perturbation of candidates that were in the last perturbation, one of all
+        others."""
         again = sorted(
-            (m for m in kicked.state.candidates if m.rule is match.rule), key=lambda m: (m.delta, m.key)
+            (m for m in perturbed.state.candidates if m.rule is match.rule), key=lambda m: (m.delta, m.key)
         )
-        earlier = {m.key for m in kick.alike}
+        earlier = {m.key for m in perturbation.alike}
         for part in ([m for m in again if m.key in earlier], [m for m in again if m.key not in earlier]):
             if part:
-                self.await_kick(_Kick(kicked, tuple(part), kick.nats + _AGAIN, kick.depth + 1))
+                self.await_perturbation(
+                    _Perturbation(perturbed, tuple(part), perturbation.nats + _AGAIN, perturbation.depth + 1)
+                )
 
     def spread(self, alike: Sequence[Match], node: SearchNode) -> None:
-        """Apply the other substitutions of a kick that gained, each only if it gains too."""
+        """Apply the other substitutions of a perturbation that gained, each only if it gains too."""
         for other in alike:
             match = node.state.find(other.key)
             if match is None:
                 continue
-            kicked = self.make(node, match)
-            end = self.descend(kicked, node.cost) if kicked is not None else node
+            perturbed = self.make(node, match)
+            end = self.descend(perturbed, node.cost) if perturbed is not None else node
             if end.cost < node.cost:
                 node = end
 

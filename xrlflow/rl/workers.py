@@ -289,7 +289,7 @@ class PlayingWorker:
         raise WorkerError(f"{self.name} was lost {ATTEMPTS} times over one task")
 
     def _replace(self, lost: WorkerLost) -> None:
-        """Start another worker, and repeat the last request; before a gradient, also the episodes that it is of."""
+        """Start another worker, and repeat the last request. For a gradient, it first plays the episodes again."""
         for _ in range(ATTEMPTS):
             self.worker.close()
             self.worker = self._factory.worker(self._make, self.name)

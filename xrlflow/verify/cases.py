@@ -355,7 +355,7 @@ def feeds_for_measurement(
     other values are tried, and then other sizes; after OutOfTime, smaller ones.
 
     Raises InputsNeeded if the model runs on no inputs, and OutOfTime if no run succeeded before the deadline
-    (`deadline`), or only runs that take long would.
+    (`deadline`), or the model runs only on inputs on which that takes long.
     """
     plan = InputPlan.of(imported)
     usual = plan.dimensions.default(plan.bound)

@@ -177,7 +177,7 @@ def wide(array: Array) -> Array:
 
 
 def by_reference(original: Array, reference: Array) -> Target | None:
-    """The scale from a float64 evaluation; None if its shape differs, or it is not finite where the original is."""
+    """The target from a float64 evaluation; None if its shape differs, or it is not finite where the original is."""
     if reference.shape != original.shape or reference.dtype.kind not in "fc":
         return None
     if not np.isfinite(reference[np.isfinite(wide(original))]).all():
@@ -186,7 +186,7 @@ def by_reference(original: Array, reference: Array) -> Target | None:
 
 
 def by_deviation(original: Array, unoptimized: Array | None) -> Target:
-    """The scale from the original's outputs at two optimisation levels."""
+    """The target from the original's outputs at two optimisation levels."""
     if unoptimized is not None and (unoptimized.shape, unoptimized.dtype) != (original.shape, original.dtype):
         unoptimized = None
     return Target(Criterion.DEVIATION, original, unoptimized)

@@ -248,7 +248,7 @@ def _others_only(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
 
 
 def _by_axis(step: int, equal: bool = False, batch: int | None = None) -> _Scheme:
-    """Multiples of `step`. The same axis has the same size in every input; with `equal`, all axes have."""
+    """A scheme of multiples of `step`: the same axis has the same size in every input; with `equal`, all axes have."""
 
     def scheme(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
         for at in count():

@@ -542,8 +542,8 @@ class Reference:
         reports: dict[str, OutputReport],
         by_layers: bool = False,
     ) -> list[_Dispute]:
-        """Judge the outputs of one case. Returns tensors of numbers that differ, to be judged again, without
-        reports."""
+        """Judge the outputs of one case, and add them to `reports`. Returns, instead, tensors of numbers that differ:
+        they are judged again."""
         disputes: list[_Dispute] = []
         for index, (port, output) in enumerate(zip(self.declared.outputs, outputs)):
             expected, parts_of_new = reference.outputs[index], dict(flat(output))

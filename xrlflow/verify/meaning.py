@@ -89,7 +89,7 @@ class CutModel:
 
     @staticmethod
     def of(model: Model, imported: ImportedModel | None = None) -> CutModel:
-        """Raises Unjudged."""
+        """Read a model for cutting. Raises Unjudged if it cannot be cut."""
         try:
             proto = as_proto(model)
             spelt = decomposed(proto)

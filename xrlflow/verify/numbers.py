@@ -119,7 +119,7 @@ def _reaching(dim: str, symbol: str, number: int) -> int | None:
 
 
 def around(numbers: Mapping[int, int]) -> list[int]:
-    """Sizes to try for one symbol, in a greedy order: each covers as many cases as possible that none before covers.
+    """Sizes to try for one symbol. Each is the one that covers the most cases not covered by the sizes before it.
 
     The cases are: for every number d, the sizes d - 1, d, d + 1 and a multiple, and one size beyond all numbers.
     """

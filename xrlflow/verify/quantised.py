@@ -171,8 +171,8 @@ def _compare_run(
 
 
 def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[Array, Array, int]:
-    """Masks of the elements of a tensor that a run rounds from a number farther than TIE, and farther than the window,
-    from the exact one; and the run's zero point minus the exact one."""
+    """For a quantised tensor of a run: a mask of the elements that are no rounding of a number within TIE of the exact
+    one, the same for the tensor's window, and the run's zero point minus the exact one."""
     array, exact = run[meaning.model.cuts[value]], meaning.layers[value]
     zero = exact.zero if exact.zero in meaning.model.cuts else None
     shift = 0 if zero is None else shift_of(run[meaning.model.cuts[zero]], meaning.layers[zero])
@@ -305,7 +305,7 @@ class Quantised:
         return text
 
     def _is_mended(self, copy: bytes) -> bool:
-        """Whether ONNX Runtime computes the original's parts right once products of bytes do not saturate."""
+        """Whether ONNX Runtime computes the original's parts correctly with the session option PRECISE."""
         if self._options is not None and not isinstance(self._options, Mapping):
             return False
         options = {**(self._options or {}), PRECISE: "1"}
@@ -330,7 +330,7 @@ class Quantised:
             return Judged(f"the new model: a copy that is cut does not run: {first_line(error)}")
 
     def _compare(self, original: Meaning, b: CutModel) -> Comparison:
-        """Compare what both models mean. Equal names need not mean equal tensors, so names count only if that helps."""
+        """Compare what both models mean: with tensors paired by name and, if they then differ, without names."""
         comparison = compared(original, b, by_name=True)
         if comparison.wrong:
             again = compared(original, b, by_name=False)

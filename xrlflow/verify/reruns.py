@@ -151,7 +151,7 @@ class Reruns:
         return list(dict.fromkeys(notes))
 
     def unoptimised(self, cases: Sequence[ReferenceCase]) -> list[str]:
-        """Add the outputs without ONNX Runtime's optimisations to scales that have no float64 evaluation.
+        """Add the outputs without ONNX Runtime's optimisations to targets that have no float64 evaluation.
 
         Returns notes. Outputs of which the two levels differ by more than rounding are entered in `changed`.
         """

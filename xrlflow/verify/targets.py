@@ -38,7 +38,7 @@ class ReferenceCase:
     targets: dict[tuple[int, str], Target] = field(default_factory=dict)  # by output and part
     exemptions: tuple[Exemption | None, ...] = ()
     unexplained: dict[int, Target] = field(default_factory=dict)
-    """By output: scales from float64 evaluations that the original is too far from, not used until that is
+    """By output: targets from float64 evaluations that the original is too far from, not used until that is
     explained."""
     changed: dict[int, float] = field(default_factory=dict)
     """By output: how much ONNX Runtime's optimiser changes it."""
@@ -83,7 +83,7 @@ def on_demand(at: Sizes, imported: ImportedModel, item: ReferenceCase, budget: f
     """Evaluate one case in float64 beyond the budget, because a difference would be reported otherwise."""
     indices = _evaluable(imported, item)
     if indices and at.flops(item.case) <= ON_DEMAND * budget:
-        with suppress(NoReference):  # the present scale stays
+        with suppress(NoReference):  # the present target stays
             _measure(imported, item, indices)
 
 
@@ -112,7 +112,7 @@ def _evaluable(imported: ImportedModel, item: ReferenceCase) -> list[int]:
 
 
 def _measure(imported: ImportedModel, item: ReferenceCase, indices: Sequence[int]) -> None:
-    """Evaluate the outputs `indices` of a case in float64, and add their scales. Raises NoReference."""
+    """Evaluate the outputs `indices` of a case in float64, and add their targets. Raises NoReference."""
     values = [imported.graph.outputs[index] for index in indices]
     for index, reference in zip(indices, evaluate(imported, item.case, values)):
         original = item.outputs[index][0][1]

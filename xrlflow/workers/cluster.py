@@ -157,7 +157,7 @@ class Cluster:
         return {"num_cpus": 0, "scheduling_strategy": self._least_used()}
 
     def _least_used(self) -> NodeAffinitySchedulingStrategy:
-        """The node with the fewest of this cluster object's workers for its cores."""
+        """The node with the fewest workers per core, of those workers that this object started."""
         used: dict[str, int] = {}
         for worker in self._open.values():
             used[worker.node] = used.get(worker.node, 0) + 1
