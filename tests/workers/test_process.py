@@ -292,6 +292,48 @@ def test_a_server_that_cannot_prepare_says_why() -> None:
         list(pool.work(iter(["process"])))
 
 
+OWNED = """
+import os, time
+from tests.workers.handlers import Doing
+from xrlflow.workers import Forks, Processes, WorkerError
+with Forks(time.monotonic) as forks:
+    workers = [place.worker(Doing, "it") for place in (Processes(), forks)]
+    for worker in workers:
+        worker.begin("process")
+    pids = [worker.reply() for worker in workers]
+    copy = os.fork()
+    if copy == 0:
+        for attempt in (lambda: forks.worker(Doing, "new"), *(lambda w=w: w.begin("process") for w in workers)):
+            try:
+                attempt()
+            except WorkerError as error:
+                print(error, flush=True)
+        for worker in workers:
+            worker.close()
+        forks.close()
+        os._exit(0)
+    os.waitpid(copy, 0)
+    for worker in workers:
+        worker.begin("process")
+    assert [worker.reply() for worker in workers] == pids
+"""
+
+
+def test_a_forked_copy_leaves_workers_alone() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", OWNED],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=True,
+        timeout=120,
+    )
+    belongs = "it belongs to the process that this one was forked from\n"
+    assert (
+        ran.stdout == f"no process can be started (this one was forked from the one that can)\n{belongs * 2}"
+    )
+
+
 def never_prepared() -> None:
     raise ValueError("not prepared")
 

@@ -25,7 +25,8 @@ class Child:
     """A process that calls functions of importable modules, one after another, and that can be ended at any moment.
 
     It starts with the first call, and starts again with the next call after it has ended. Use it in a `with` statement.
-    It ends with this process, and Ctrl-C does not reach it. `variables`: variables of its environment.
+    It ends with this process, and Ctrl-C does not reach it. One thread at a time may use it. `variables`: variables of
+    its environment.
     """
 
     def __init__(self, **variables: str) -> None:

@@ -1,7 +1,7 @@
 """Runs models in a separate process: at a size of 0, some kernels of ONNX Runtime divide by zero and crash.
 
 Other kernels return uninitialised memory. The process fills new memory with a pattern, so that such results are never
-right by chance. One process serves all runs, and a new one is started after a crash.
+right by chance. A process serves many runs, one at a time, and a new one is started after a crash.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from xrlflow.backends.children import Child, ChildDied
@@ -22,8 +23,9 @@ from xrlflow.verify.runner import Model, first_line, opened
 _LIMIT = 60.0
 
 # The GNU C library fills new memory with the complement of this byte: every float becomes -0.37.
-_child = Child(MALLOC_PERTURB_="65")
-atexit.register(_child.close)
+_PATTERN = "65"
+# Processes that run nothing now. Each thread takes one that no other thread has: their calls must not mix.
+_idle: list[Child] = []
 
 
 def run_isolated(
@@ -40,14 +42,36 @@ def run_isolated(
     source = model if isinstance(model, (str, os.PathLike, bytes)) else model.SerializeToString()
     options = None if session_options is None else dict(session_options)
     try:
-        with deadline.within(time.monotonic() + _LIMIT):
-            return _child.call(_run, source, dict(feeds), threads, options)
+        with deadline.within(time.monotonic() + _LIMIT), _child() as child:
+            return child.call(_run, source, dict(feeds), threads, options)
     except ChildDied as error:
         raise BackendError(f"ONNX Runtime ends the process: {first_line(error)}") from error
     except OutOfTime as error:
         if deadline.over():
             raise
         raise BackendError("ONNX Runtime ends the process, or does not end") from error
+
+
+@contextmanager
+def _child() -> Iterator[Child]:
+    """An idle process, or a new one. As many as there are processors are kept."""
+    try:
+        child = _idle.pop()
+    except IndexError:
+        child = Child(MALLOC_PERTURB_=_PATTERN)
+    try:
+        yield child
+    finally:
+        if len(_idle) < (os.cpu_count() or 1):
+            _idle.append(child)
+        else:
+            child.close()
+
+
+@atexit.register
+def _close() -> None:
+    while _idle:
+        _idle.pop().close()
 
 
 def _run(

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import spawn
@@ -149,6 +150,7 @@ class ProcessWorker:
         self._replies: deque[Any] = deque()
         self._messages: list[Any] = []
         self.lost: WorkerLost | None = None
+        _OWN.add(self)
         self._send(make)
 
     @property
@@ -226,6 +228,12 @@ class ProcessWorker:
         if self.lost is None:
             self._end(self._patience)
             self.lost = WorkerLost(f"{self.name} is closed")
+
+    def disown(self) -> None:
+        """Leave it to the process that this one was forked from."""
+        self.connection.close()
+        if self.lost is None:
+            self.lost = WorkerLost(f"{self.name} belongs to the process that this one was forked from")
 
     def _lose(self, how: str) -> None:
         self.lost = WorkerLost(f"{self.name} ended {how}", how)
@@ -329,9 +337,12 @@ class Forks(Local):
             pickled = pickle.dumps(prepare, pickle.HIGHEST_PROTOCOL)
             file.write(pickle.dumps(_modules("forks", b"__main__" in pickled)) + pickled)
         self.server = Started(serving.serve_forks, variables or {}, self.folder)
-        self._owner = os.getpid()
+        self._owned = True
+        _OWN.add(self)
 
     def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
+        if not self._owned:
+            raise WorkerError("no process can be started (this one was forked from the one that can)")
         ours, theirs = socket.socketpair()
         log = tempfile.TemporaryFile()  # noqa: SIM115  (it is read when the process has died)
         with theirs, contextlib.suppress(OSError):  # if the server is dead, the worker counts as lost
@@ -339,10 +350,15 @@ class Forks(Local):
         return ProcessWorker(_Forked(self.server, log), Connection(ours.detach()), make, name)
 
     def close(self) -> None:
-        if os.getpid() == self._owner:  # a forked copy of this process must not end its parent's workers
-            self.server.socket.close()
+        self.server.socket.close()
+        if self._owned:
             self.server.end(0.0)
             self.server.close()
+
+    def disown(self) -> None:
+        """Leave the workers to the process that this one was forked from."""
+        self.server.socket.close()
+        self._owned = False
 
     def __enter__(self) -> Self:
         return self
@@ -351,6 +367,19 @@ class Forks(Local):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_OWN: weakref.WeakSet[ProcessWorker | Forks] = weakref.WeakSet()
+"""What this process has started. A forked copy of it leaves that to this process: two readers of one socket would take
+each other's replies, and a worker would not see that this process ends."""
+
+
+def _disown() -> None:
+    for started in list(_OWN):
+        started.disown()
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 class _Forked:
