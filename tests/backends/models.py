@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 
 def matmuls(layers: int, width: int = 64, rows: int = 4) -> bytes:
-    """`layers` times MatMul and Relu, of x[rows, width] to y."""
+    """A chain of `layers` pairs of MatMul and Relu, from x[rows, width] to y."""
     rng = np.random.default_rng(0)
     nodes, weights, value = [], [], "x"
     for index in range(layers):
@@ -40,7 +40,7 @@ def strings() -> bytes:
 
 
 def unknown_operator() -> bytes:
-    """A model with an operator that no runtime has."""
+    """A model with an operator that no runtime implements."""
     graph = helper.make_graph(
         [helper.make_node("Frobnicate", ["x"], ["y"], domain="nowhere")],
         "unknown",

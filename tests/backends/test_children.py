@@ -1,4 +1,4 @@
-"""Processes of our own: what they are given, and that they have this package."""
+"""Child processes: their environment, their calls, and that they import this package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 
 
 def surroundings() -> dict[str, Any]:
-    """What a child has."""
+    """The modules, paths, process ids and variables that a child process sees."""
     return {
         "package": xrlflow.__file__,
         "json": json.__file__,
@@ -67,7 +67,7 @@ def fail() -> None:
 
 
 def sleep_beside(pids: str) -> None:
-    """Start a process, say which it is, and never end."""
+    """Start another process, write both process ids to the file `pids`, and never end."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as beside:
         Path(pids).write_text(f"{os.getpid()} {beside.pid}")
         time.sleep(600)
@@ -128,7 +128,7 @@ def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there and is not only a status that nobody has asked for."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

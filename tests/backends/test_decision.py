@@ -1,4 +1,4 @@
-"""What many processes decide, and what is reported: properties, and a small simulation."""
+"""Decisions from the estimates of many processes, and the reported figures: properties and a small simulation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from xrlflow.backends.statistics import Pooled, pool
 
 
 def exact(ratios: Sequence[float]) -> list[Estimate]:
-    """Estimates without noise of their own."""
+    """Estimates without errors of their own."""
     return [Estimate(ratio, None, 1, 0.0) for ratio in ratios]
 
 
@@ -73,7 +73,7 @@ def test_what_is_in_doubt_takes_longer() -> None:
 
 
 def test_a_gain_below_the_bar_is_none() -> None:
-    """It is known exactly, and not worth a file."""
+    """The gain is known precisely, but it is too small to be worth a file."""
     found = decide(drawing(around(0.002, 1e-5, 40)), 40)
     assert found.verdict is Verdict.NOT_FASTER
     assert found.interval is not None
@@ -87,13 +87,14 @@ def test_two_estimates_decide_nothing() -> None:
 
 
 def test_few_that_agree_by_luck_decide_nothing() -> None:
-    """Three sessions whose weights happen to lie well: they are exactly alike, and one percent faster."""
+    """In three sessions the weights may happen to lie well: equal estimates of a gain of 1% do not suffice."""
     assert decide(drawing([0.01] * 3), 3).verdict is Verdict.NOT_FASTER
     assert decide(drawing([0.10] * 3), 3).verdict is Verdict.FASTER
 
 
 def test_time_that_runs_out_is_a_last_look() -> None:
-    """All of the error is left to spend: with a share of it alone this would be in doubt."""
+    """The last analysis may use up all of the remaining significance. With only its regular share, this case would be
+    in doubt."""
     estimates = [0.03, 0.02, 0.025, 0.04, 0.01, 0.035]
     assert decide(drawing(estimates), 40).verdict is Verdict.FASTER
     early = pool(estimates).interval(SHIP.spent(6, 40))
@@ -109,7 +110,7 @@ def test_the_figure_has_nothing_of_what_decided() -> None:
 
 
 def test_how_many_confirm_is_known_before_the_first_does() -> None:
-    """Whatever they say, it is the same number: no look."""
+    """The number of confirming processes does not depend on their results, so they are not analysed repeatedly."""
     deciding = around(0.05, 0.008, SHIP.first)
     counts = {
         settle(drawing([*deciding, *around(mean, 0.02, 60)]), 60).confirming for mean in (-0.05, 0.0, 0.2)
@@ -132,7 +133,8 @@ def test_where_time_suffices_for_one_set_there_is_no_figure() -> None:
 
 
 def test_what_is_in_doubt_may_take_the_processes_of_the_figure() -> None:
-    """Half of them leave a gain of 10% in doubt, all of them do not: a lost gain is worse than no figure."""
+    """With half of the processes a gain of 10% is in doubt, with all of them it is not. To miss a gain is worse than to
+    report no figure."""
     estimates = [0.10, -0.04, 0.24, 0.12, 0.04, 0.12, 0.14, 0.06, 0.10, 0.08]
     assert decide(drawing(estimates), 5).verdict is Verdict.NOT_FASTER
     answer = settle(drawing(estimates), 10)
@@ -148,7 +150,7 @@ def test_a_clear_gain_leaves_few_processes_for_the_figure() -> None:
 
 
 def test_what_is_slower_next_to_neighbours_is_not_faster_on_average() -> None:
-    """Weights prefer quiet processes; the mean of all must be faster, too."""
+    """The weighted mean prefers the processes without disturbance, but the plain mean must show a gain, too."""
     rng = np.random.default_rng(0)
     quiet = [Estimate(r, None, 11, 0.005) for r in rng.normal(0.02, 0.003, 24)]
     noisy = [Estimate(r, None, 11, 0.15) for r in rng.normal(-0.08, 0.02, 16)]
@@ -161,7 +163,7 @@ def test_what_is_slower_next_to_neighbours_is_not_faster_on_average() -> None:
 
 
 def test_one_bad_process_of_three_ends_nothing() -> None:
-    """The error of three estimates is hardly known: with the other three they are clearly faster."""
+    """Three estimates hardly tell their own error. Together with the later ones, the first model is clearly faster."""
     left = iter([Estimate(r, None, 12, 0.005) for r in (0.05, -0.05, 0.05, 0.055, 0.045, 0.05, 0.055, 0.05)])
     assert len(decide(lambda: next(left, None), 8).estimates) == 8
     slower = iter([Estimate(r, None, 12, 0.005) for r in (-0.04, -0.05, -0.06, -0.05, -0.05, -0.05)])
@@ -170,8 +172,8 @@ def test_one_bad_process_of_three_ends_nothing() -> None:
 
 @pytest.mark.parametrize(("mean", "drawn"), [(-0.03, 6), (-0.05, 3)])
 def test_hope_counts_on_the_processes_to_come(mean: float, drawn: int) -> None:
-    """Six processes have a smaller error than the three so far, and more degrees of freedom: either alone is too little
-    for -3%."""
+    """Whether to go on depends on the interval that six processes would have. Compared with three, its error is smaller
+    and it has more degrees of freedom. Only with both of them, -3% does not look hopeless."""
     off = 0.02 * math.sqrt(3.0)
     left = iter([Estimate(mean + d, None, 12, 0.005) for d in (-off, 0.0, off, -off, 0.0, off)])
     assert len(decide(lambda: next(left, None), 6).estimates) == drawn
@@ -205,12 +207,13 @@ def test_what_is_not_faster_is_not_checked() -> None:
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
 def test_the_original_against_itself_is_not_shipped(world: World) -> None:
-    """At most 2.5%: of 400, 10 and two standard errors. The whole is `python bench/decide.py`."""
+    """At most 2.5% may ship, which are 10 of 400, plus two standard errors. `python bench/decide.py` runs the whole
+    simulation."""
     assert simulate(world, 0.0, 400, seed=1).shipped <= 0.025 + 2 * math.sqrt(0.025 * 0.975 / 400)
 
 
 def test_the_simulation_sees_who_looks_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: where each look spends all of the error, and any gain will do, more is shipped."""
+    """The test above can fail: if every analysis may use all of the significance, and any gain suffices, more ships."""
     eager, interval = Rule(threshold=0.0, hope=1e-12), Pooled.interval
     monkeypatch.setattr(
         "tests.backends.worlds.settle", lambda draw, affordable: settle(draw, affordable, eager)

@@ -1,4 +1,4 @@
-"""The measuring loop, on a clock that only the runs advance."""
+"""The measuring loop, with a clock that only the runs advance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xrlflow.backends.system_load import Reading
 
 
 class Bench:
-    """Models that take the time they are told, with noise and drift, and a log of who ran."""
+    """Models with given run times, plus noise and drift, and a log of their runs."""
 
     def __init__(self, *seconds: float, noise: float = 0.0, drift: float = 0.0) -> None:
         self.now = 0.0
@@ -32,7 +32,7 @@ class Bench:
         return self.now
 
     def rounds(self) -> str:
-        """Who ran, after the two models' warm-up."""
+        """The sequence of models that ran, without the warm-up of the first two."""
         return "".join(map(str, self.log)).lstrip("0").lstrip("1")
 
     def load(self) -> Reading:
@@ -63,7 +63,7 @@ def test_a_turn_never_follows_one_of_the_same_model() -> None:
     found = interleave(
         bench.runs, threads=1, time_limit=5, target_width=1e-9, clock=bench.clock, read_load=bench.load
     )
-    # A turn is an untimed and a timed run.
+    # A turn consists of an untimed and a timed run.
     assert "000" not in bench.rounds()
     assert "111" not in bench.rounds()
     assert found.samples > 16
@@ -72,7 +72,8 @@ def test_a_turn_never_follows_one_of_the_same_model() -> None:
 def test_fast_models_are_timed_in_batches() -> None:
     bench = Bench(1e-5, 3e-3)
     found = interleave(bench.runs, threads=1, time_limit=1, clock=bench.clock, read_load=bench.load)
-    # Two turns a round: an untimed run and the batch, and now and then a run that keeps two turns apart.
+    # Each round has two turns, each with an untimed run and a batch. Sometimes another run separates two turns of the
+    # same model.
     assert bench.rounds().count("0") / found.samples == pytest.approx(2 * 201, rel=0.05)
     assert bench.rounds().count("1") / found.samples == pytest.approx(2 * 2, rel=0.2)
 

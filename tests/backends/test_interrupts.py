@@ -1,4 +1,4 @@
-"""Ctrl-C that foreign code swallows."""
+"""Interrupts (Ctrl-C, SIGTERM) that foreign code swallows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("python_handles_interrupts")
 
 
 def swallow() -> None:
-    """As constant folding does."""
+    """Swallow an interrupt, as constant folding does."""
     with contextlib.suppress(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
@@ -56,7 +56,7 @@ def test_one_that_arrives_arrives_at_once() -> None:
 
 
 def test_one_that_arrives_while_the_handler_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python handles it first, and does not get to the rest."""
+    """Python raises the interrupt in `signal.signal` itself, so the statements after it do not run."""
     put, late = signal.signal, [True]
 
     def interrupted(number: int, handler: Any) -> Any:
@@ -77,7 +77,8 @@ def test_one_that_arrives_while_the_handler_is_put_back(monkeypatch: pytest.Monk
 
 
 def test_a_swallowed_end_comes_at_the_end() -> None:
-    """SIGTERM, where the program raises something for it, as the command line does; before it, Ctrl-C."""
+    """SIGTERM raises SystemExit if the program has a handler that does so, like the command line. Here it follows a
+    swallowed Ctrl-C."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

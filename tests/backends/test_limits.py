@@ -1,4 +1,4 @@
-"""What a process may use, with files as Linux and container engines write them."""
+"""The limits of a process, with files as Linux and container engines write them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ V1 = (
 
 
 def files(root: Path, groups: str, mounts: str, **contents: dict[str, str]) -> Path:
-    """A root folder: the groups of a process, mounts, and files by folder (`__` for a slash)."""
+    """Create a root folder with the groups of a process, the mounts, and files by folder. `__` in the name of a folder
+    stands for a slash."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(groups)
     (root / "proc/self/mountinfo").write_text(mounts)
@@ -45,7 +46,7 @@ def test_version_2_takes_the_least_of_all_groups_around(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("top", ["/", "/docker/a1b2"])
 def test_version_1_with_and_without_a_namespace(tmp_path: Path, top: str) -> None:
-    """Where a container sees the paths of its machine, its own group is what is mounted."""
+    """Without a namespace, a container sees the paths of its host, and its own group is the root of the mount."""
     own = "/" if top == "/" else top
     root = files(
         tmp_path, f"9:name=systemd:{own}\n4:memory:{own}\n2:cpu,cpuacct:{own}\n0::/\n", V1.format(top=top),
@@ -100,7 +101,7 @@ def test_a_group_that_cannot_be_looked_at_is_the_one_that_is_mounted(
 
 
 def test_the_name_of_another_group_is_no_prefix(tmp_path: Path) -> None:
-    """/docker/ab is not within /docker/a."""
+    """/docker/ab is not inside /docker/a."""
     root = files(
         tmp_path, "2:cpu,cpuacct:/docker/ab\n", V1.format(top="/docker/a"),
         **{"cpu,cpuacct": {"cpu.cfs_quota_us": "300000", "cpu.cfs_period_us": "100000"}},

@@ -1,4 +1,4 @@
-"""Turns of two models in one process, on a clock of the test's own."""
+"""Turns of two models in one process, with a clock that only the test advances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from xrlflow.backends.pairs import Estimate, Turn, errors, estimate, take_turns
 
 @dataclass
 class Bench:
-    """Two models that take these seconds; `calls` in their order; every `stolen`-th call waits a second for a CPU."""
+    """Two models with given seconds per run. `calls` is the order of the runs. Every `stolen`-th run waits one second
+    for a CPU."""
 
     seconds: tuple[float, float]
     stolen: int = 0
@@ -44,7 +45,7 @@ def test_turns_alternate(first: int) -> None:
     assert [t.model for t in turns] == [first, 1 - first] * 3
     assert [t.seconds for t in turns] == pytest.approx([bench.seconds[t.model] for t in turns])
     assert bench.calls[-1] == turns[-1].model
-    # A turn is an untimed run and a timed one, and none follows one of the same model.
+    # A turn is an untimed and a timed run, and turns of the models alternate.
     assert bench.calls[-4:] == [first, first, 1 - first, 1 - first]
 
 
@@ -65,7 +66,7 @@ def test_waiting_for_a_cpu_is_not_the_models_time() -> None:
     turns = Bench((0.003, 0.002), stolen=5).turns(20)
     disturbed = [t for t in turns if t.held_up > 0.0]
     assert disturbed
-    # Of a turn that was held up for most of its time a twentieth is left: what it was is not known.
+    # If a turn waited for most of its time, a twentieth of that time is kept, because the true time is not known.
     assert all(t.seconds == pytest.approx(0.05 * 1.003, rel=0.05) for t in disturbed)
     assert estimate(turns).ratio == pytest.approx(math.log(1.5))
 
@@ -109,7 +110,7 @@ def test_one_turn_is_no_comparison() -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="Linux counts it")
 def test_linux_says_how_long_a_thread_waited() -> None:
-    """Two processes that want the same CPU: this one waits for some of the time."""
+    """Two processes compete for one CPU, so this one waits for some of the time."""
     cpus = os.sched_getaffinity(0)
     cpu = min(cpus)
     spin = f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
@@ -126,7 +127,7 @@ def test_linux_says_how_long_a_thread_waited() -> None:
 
 
 def test_errors_of_few_pairs_are_near_the_mean_of_all() -> None:
-    """The noise of one pair is not known: it is not a precise estimate."""
+    """The noise of a single pair is unknown, so its estimate must not count as precise."""
     single, quiet, noisy = (
         Estimate(0.0, None, 1, 0.0), Estimate(0.0, None, 100, 0.01), Estimate(0.0, None, 100, 0.1)
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Intervals cover what they say, on samples whose median is known."""
+"""Intervals have the coverage that they claim, on samples with a known median."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_few_rounds_have_no_interval() -> None:
 
 
 def test_many_rounds_that_hang_together_have_their_range() -> None:
-    """A machine that changes its mind once: the long run cannot be told, but the samples say where they are."""
+    """The machine changes its speed once. The long-run median cannot be estimated, but the samples have a range."""
     steps = np.repeat([0.1, 0.2], 12)
     assert median_interval(steps)[1:] == (0.1, 0.2)
     assert median_interval(steps[8:16])[1:] == (-math.inf, math.inf)
@@ -135,7 +135,7 @@ def test_a_noisy_estimate_has_little_weight() -> None:
 @pytest.mark.parametrize("noise", [0.03, 0.3])
 @pytest.mark.parametrize("count", [3, 6, 12, 24])
 def test_weighted_intervals_cover(count: int, noise: float) -> None:
-    """Also where the errors are those of other estimates."""
+    """The coverage also holds if the errors are assigned to the wrong estimates."""
     rng = np.random.default_rng(count)
     right, mistaken = 0, 0
     for _ in range(2000):

@@ -1,4 +1,4 @@
-"""Whether others disturbed a measurement, from made-up readings."""
+"""Whether other programs disturbed a measurement, from invented readings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ START = Reading(busy=100.0, steal=5.0, own=10.0, clock=50.0)
 
 
 def after(seconds: float, own: float, other: float, steal: float = 0.0) -> Reading:
-    """The counters `seconds` later, when we used `own` CPU seconds and others `other`."""
+    """The counters `seconds` later, after this process used `own` CPU seconds and other processes used `other`."""
     return Reading(
         busy=START.busy + own + other,
         steal=START.steal + steal,

@@ -23,13 +23,15 @@ class World:
 
     Standard deviations and shifts are logarithms of ratios (0.01 is 1%).
 
-    - `process`: of what is fixed in a process; `two_sided`: it is one of two values, like the layout of weights.
-    - `run`: of one comparison of two neighbouring runs, Student's t with `tail` degrees of freedom; `runs`: the number
-      of comparisons in a process.
-    - `bursts`: the part of the processes in which that of a comparison is ten times as much.
-    - `disturbed`: the part of the processes in which another program slows down one of the models, by `blow`.
-    - `order`: the shift in favour of the model that was loaded first; the order alternates.
-    - `wander`: of a slow wave over all processes, which affects neighbours in time alike.
+    - `process`: the standard deviation between processes. With `two_sided` there are only two values, as with two
+      layouts of weights.
+    - `run`: the scale of the error of one comparison of two neighbouring runs, a Student's t with `tail` degrees of
+      freedom. `runs`: the number of comparisons in a process.
+    - `bursts`: the fraction of processes in which `run` is ten times as large.
+    - `disturbed`: the fraction of processes in which another program slows down one of the models, by `blow`.
+    - `order`: the shift in favour of the model that was loaded first. The order alternates.
+    - `wander`: the standard deviation of a slow wave over all processes, which is similar for processes that run one
+      after the other.
     """
 
     name: str
@@ -47,7 +49,8 @@ class World:
     wander: float = 0.0
 
     def estimates(self, rng: np.random.Generator, truth: float) -> list[Estimate]:
-        """What the processes of one comparison find, in the order in which they run. `truth`: a logarithm."""
+        """The estimates of a comparison's processes, in the order in which they run. `truth`: the logarithm of the true
+        ratio."""
         count = self.affordable
         effect = rng.standard_normal(count)
         if self.two_sided:

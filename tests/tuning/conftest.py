@@ -1,4 +1,4 @@
-"""A store and a pool for tests that measure."""
+"""The fixtures of tests that measure: a store and a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small kernels to build and run, good and bad ones."""
+"""Small kernels that tests build and run. Some of them fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def target(cores: int = 2) -> Any:
 
 
 def matmul(size: int = 16, columns: int | None = None) -> Task:
-    """[size, size] times [size, columns]."""
+    """The product of a [size, size] matrix with a [size, columns] matrix."""
     te = tvm().te
     columns = size if columns is None else columns
     x, w = te.placeholder((size, size), name="X"), te.placeholder((size, columns), name="W")
@@ -24,7 +24,7 @@ def matmul(size: int = 16, columns: int | None = None) -> Task:
 
 
 def calls(function: str, dtype: str = "float32") -> Candidate:
-    """A kernel that does nothing but call a C function without arguments."""
+    """A kernel that only calls a C function without arguments."""
     te, tirx = tvm().te, tvm().tirx
     x = te.placeholder((4,), name="X", dtype=dtype)
     y = te.extern((4,), [x], lambda i, o: tirx.call_extern("int32", function), name="Y", dtype=dtype)
@@ -36,7 +36,7 @@ def unscheduled(task: Task) -> Candidate:
 
 
 def scheduled(task: Task, inner: int, parallel: bool = False) -> Candidate:
-    """A matmul whose columns are split by `inner` and vectorised."""
+    """The product of `task`, with its columns split by `inner` and vectorised."""
     schedule = tvm().s_tir.Schedule(task.mod)
     block = schedule.get_sblock("Y")
     i, j, k = schedule.get_loops(block)

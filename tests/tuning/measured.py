@@ -32,7 +32,7 @@ def put(
     error: str | None = None,
     key: str | None = None,
 ) -> None:
-    """Store measurements of a way; none of them has the same number."""
+    """Store measurements of a choice. Small offsets make them differ from each other."""
     outcomes = [Measurement((s + 1e-9 * i,)) for i, s in enumerate(seconds)]
     for outcome in [*outcomes, *([Measurement(error=error)] if error else [])]:
         candidate = key_of(layer, choice, MACHINE) if key is None else key
@@ -41,7 +41,7 @@ def put(
 
 
 def tune_one(store: Store, layer: Measurable[Any], trials: int, *, confirm: bool = False) -> TuningResult:
-    """Measure the untuned kernels of a layer, and random ones. `confirm`: the leading ones again."""
+    """Measure the untuned kernels of a layer and random others. `confirm`: measure the fastest of them again."""
     tasks = LayerTasks([layer], MACHINE, lambda known: known.untuned(MACHINE)[0])
     with contextlib.ExitStack() as at_end:
         return tune(

@@ -1,4 +1,4 @@
-"""Small tasks of TVM's own kernels."""
+"""Small tasks whose kernels are TVM's own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from xrlflow.tuning.tasks import Task, extract_tasks
 
 
 def target() -> Any:
-    """A machine with AVX2 and two cores, whatever the tests run on: nothing is built here."""
+    """A target with AVX2 and two cores, on any machine. Nothing is built for it."""
     return tvm().target.Target({"kind": "llvm", "mcpu": "core-avx2", "num-cores": 2})
 
 
 def module(build: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
-    """A Relax module of float32 inputs of these shapes, legalized and fused."""
+    """A Relax module with float32 inputs of these shapes, legalized and fused."""
     relax = tvm().relax
     builder = relax.BlockBuilder()
     inputs = [relax.Var(f"x{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)]
@@ -30,11 +30,11 @@ def module(build: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
 
 @cache
 def matmul(n: int = 8) -> Task:
-    """Two square matrices."""
+    """A product of two square matrices."""
     return extract_tasks(module(lambda op, a, b: op.matmul(a, b), (n, n), (n, n)), target())[0]
 
 
 @cache
 def knobless() -> Task:
-    """One addition: nothing to decide."""
+    """An addition without knobs."""
     return extract_tasks(module(lambda op, x: op.add(x, x), (1,)), target())[0]

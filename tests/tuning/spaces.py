@@ -1,4 +1,4 @@
-"""Spaces of made-up kernels, in which tests of tuners compile nothing."""
+"""Spaces of invented kernels, so that tests of tuners need not compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.tuning.space import DesignSpace
 
 Kind = tuple[tuple[str, tuple[int, ...]], ...]
-"""An algorithm's knobs, with their values."""
+"""The knobs of an algorithm, by name, with their values."""
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -24,7 +24,7 @@ def upto(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way: an algorithm, and a value for each of its knobs."""
+    """A choice of a kernel: the algorithm's number, and the value of each of its knobs."""
 
     numbers: tuple[tuple[str, int], ...]
 
@@ -35,8 +35,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class MadeUp:
-    """A layer whose ways are all values of the knobs of its kinds. Those of more than `most` rows times vectors have no
-    kernel, and those that differ in nothing but `ahead` have the same one if they have no `order`."""
+    """A layer with one choice for each algorithm (`kinds`) and each combination of values of its knobs.
+
+    There is no kernel if rows times vectors exceeds `most`. Without an `order`, kernels that differ only in `ahead` are
+    equal.
+    """
 
     name: str
     kinds: tuple[Kind, ...]

@@ -1,4 +1,4 @@
-"""Trials go where they pay."""
+"""Trials go to the tasks where they gain most."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Curve = Callable[[int], float]
 
 
 def spent(curves: Sequence[Curve], weights: Sequence[float], batches: int, batch: int = 8) -> list[int]:
-    """How many trials each task gets when its best time after t trials is that of its curve."""
+    """The number of trials that each task gets if its best time after t trials follows its curve."""
     allocation = Allocation(weights)
     trials = [0] * len(curves)
     for _ in range(batches):
@@ -30,7 +30,7 @@ def total(curves: Sequence[Curve], weights: Sequence[float], trials: Sequence[in
 
 
 def falling(start: float, end: float, rate: float) -> Curve:
-    """From `start` to `end` seconds, exponentially."""
+    """A curve that falls exponentially from `start` to `end` seconds."""
     return lambda trials: end + (start - end) * math.exp(-rate * trials)
 
 
@@ -81,7 +81,7 @@ def test_the_sum_falls_lower_than_by_equal_shares() -> None:
 
 
 def greedy(curves: Sequence[Curve], weights: Sequence[float], batches: int) -> list[int]:
-    """What somebody who knows the curves would do: for convex ones the optimum."""
+    """The allocation of an observer who knows the curves. It is optimal if they are convex."""
     trials = [0] * len(curves)
     for _ in range(batches):
         gains = [w * (c(t) - c(t + 8)) for w, c, t in zip(weights, curves, trials)]

@@ -1,4 +1,5 @@
-"""Depthwise convolutions with their neighbours are measured, one by one and in bands, and the fastest way is used."""
+"""Depthwise convolutions with their neighbours are measured, one by one and in bands, and the faster of both is
+used."""
 
 from __future__ import annotations
 
@@ -75,16 +76,16 @@ CHAIN = (
     " b = Relu(a) c = Conv(b, w1) d = Relu(c) e = Conv<group=64, pads=[1,1,1,1]>(d, w2) f = Relu(e)"
     " y = Conv(f, w3) }"
 )
-"""Two depthwise convolutions, and a 1x1 convolution between them that either could be one kernel with."""
+"""Two depthwise convolutions with a 1x1 convolution between them, which can be fused with either of them."""
 
 
 def untuned(known: Block) -> BlockChoice:
-    """The untuned kernel in bands."""
+    """The block's untuned kernel in bands."""
     return known.untuned(MACHINE)[1]
 
 
 def other(known: Block) -> BlockChoice:
-    """Another kernel in bands."""
+    """Another kernel in bands than the untuned one."""
     return next(choice for choice in known.everything(MACHINE) if choice not in known.untuned(MACHINE))
 
 
@@ -95,7 +96,7 @@ def blocks_of(text: str, known: StoredTimes | None = None) -> list[Block]:
 
 
 def bands_in(text: str, algorithms: Algorithms) -> int:
-    """How many blocks of a model are one kernel."""
+    """The number of blocks of a model that are fused to one kernel."""
     module = fuse(import_model(network(text)), MACHINE, algorithms=algorithms)
     return sum("bands" in variable.name_hint for variable in module.functions)
 
@@ -121,7 +122,7 @@ def test_all_ways_of_a_block_compute_the_same(name: str, pool: Pool) -> None:
 
 
 def test_what_is_expected_is_the_block() -> None:
-    """Against ONNX Runtime: a block is made of its form with the right operators, paddings and layouts."""
+    """Compares with ONNX Runtime: the block of a workload has the right operators, paddings and layouts."""
     workload = FORMS["strides, odd channels, a batch"]
     drawn = blocks._samples(workload)
     assert drawn.expand is not None
@@ -147,7 +148,7 @@ def test_what_is_expected_is_the_block() -> None:
 
 @pytest.mark.parametrize("name", ["a residual", "expansion alone", "projection alone"])
 def test_a_block_of_a_model_has_this_form(name: str) -> None:
-    """So what is measured under its key is what a compilation asks for."""
+    """Measurements are stored under the key that a compilation of the model looks up."""
     texts = {
         "a residual": MODEL,
         "expansion alone": (
@@ -175,7 +176,7 @@ def test_a_block_of_a_model_has_this_form(name: str) -> None:
 
 
 def test_an_expansion_that_is_read_elsewhere_is_no_part_of_a_block() -> None:
-    """It would be computed twice."""
+    """The fused kernel would compute the expansion a second time."""
     text = (
         "(float[1,16,9,9] x, float[48,16,1,1] w, float[48,1,3,3] w1, float[16,48,1,1] w2)"
         " => (float[1,16,9,9] y, float[1,48,9,9] f) { e = Conv(x, w) f = Relu(e)"
@@ -252,7 +253,7 @@ def test_kernels_that_compute_something_else_are_no_choice(
 
 @pytest.mark.parametrize("name", FORMS)
 def test_one_by_one_there_is_a_kernel_for_each_convolution(name: str) -> None:
-    """Else bands would be compared with themselves."""
+    """Otherwise the comparison would be between bands and bands."""
     workload = FORMS[name]
     called = [call.kernel for call in plan_of(sequence(blocks._scheduled(workload, MACHINE))).calls]
     assert len(called) == 1 + (workload.expand is not None) + (workload.project is not None)
@@ -284,7 +285,7 @@ def test_what_is_more_than_a_sequence_of_kernels_is_not_joined() -> None:
 
 
 def test_kernels_that_read_another_view_are_not_joined() -> None:
-    """In one function, each shape would have memory of its own, which nothing has written."""
+    """In a joined function, each of the two shapes would have its own memory, and nothing writes the second one."""
     model = network(
         "(float[4,6] x) => (float[8,3] y) <int64[2] s = {8, 3}> {"
         " a = Softmax(x) b = Reshape(a, s) y = Softmax(b) }"
@@ -295,7 +296,7 @@ def test_kernels_that_read_another_view_are_not_joined() -> None:
 
 Times = Sequence[float]
 CHOSEN: dict[str, tuple[Times, Times, Times, str]] = {
-    # seconds one by one, of the untuned kernel in bands, and of another one; what is chosen
+    # The seconds one by one, of the untuned kernel in bands, and of another kernel in bands; and the fastest of them.
     "apart": ([1e-3] * 4, [2e-3] * 4, [3e-3] * 4, "apart"),
     "apart, but not clearly": ([1e-3] * 4, [1.01e-3] * 4, [3e-3] * 4, "untuned"),
     "bands": ([2e-3] * 4, [1e-3] * 4, [3e-3] * 4, "untuned"),
@@ -360,7 +361,7 @@ OTHER_PLAN = BandBlocking(Tile(3, 17), Tile(3, 17), 16, 17, 5)
     ],
 )  # fmt: skip
 def test_plans_that_are_unknown_or_no_longer_a_choice_are_ignored(text: str, store: Store) -> None:
-    """So the estimate is used, as without them."""
+    """The estimate is used, as without these records."""
     (known,) = blocks_of(MODEL)
     put(store, known, APART, *[1e-3] * 4)
     store.put(Record(known.key, setting(), "code", text, (1e-9,), None, time.time()))
@@ -369,7 +370,7 @@ def test_plans_that_are_unknown_or_no_longer_a_choice_are_ignored(text: str, sto
 
 
 def test_a_blocking_that_was_given_up_is_ignored(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel is still the one that was measured."""
+    """The choice's kernel and its key are unchanged, but the blocking is no longer offered."""
     for choice, seconds in zip(choices_of(BLOCK).values(), (2e-3, 1e-3, 0.5e-3)):
         put(store, BLOCK, choice, *[seconds] * 4)
     assert times(store).of_block(BLOCK.workload, far=False) == TimedBlock(
@@ -386,7 +387,7 @@ def test_a_blocking_that_was_given_up_is_ignored(store: Store, monkeypatch: pyte
 @pytest.mark.parametrize("field", ["lanes", "block", "band", "parts", "expand"])
 @pytest.mark.parametrize("kind", [float, bool])
 def test_numbers_of_another_type_are_no_blocking(field: str, kind: type, store: Store) -> None:
-    """2.0 equals 2, and true equals 1, but there are no loops of such sizes."""
+    """2.0 equals 2 and true equals 1 in Python, but loops cannot have such sizes."""
     (known,) = blocks_of(MODEL)
     name, blocking = json.loads(untuned(known).text)
     number = blocking["expand"]["rows"] if field == "expand" else blocking[field]
@@ -405,7 +406,7 @@ def test_nested_nonsense_is_no_way() -> None:
 
 
 def test_times_of_other_code_are_ignored(store: Store) -> None:
-    """Of a kernel that the same plan once had, and of another machine or thread count."""
+    """The records have the key of an earlier kernel of the same choice, or are of another machine or thread count."""
     put(store, BLOCK, APART, *[1e-3] * 4, key="another kernel")
     put(store, BLOCK, untuned(BLOCK), *[2e-3] * 4)
     assert times(store).of_block(BLOCK.workload, far=False) is None
@@ -422,7 +423,7 @@ def test_times_of_other_code_are_ignored(store: Store) -> None:
 
 
 def tuned_store(store: Store, text: str, fastest: str) -> None:
-    """Times of the blocks of a model of which one way is the fastest."""
+    """Store times of a model's blocks, among which one choice is the fastest."""
     for known in together(blocks_of(text)):
         for name, choice in choices_of(known).items():
             put(store, known, choice, *[0.5e-3 if name == fastest else 1e-3] * 4)
@@ -475,7 +476,7 @@ def test_kernels_beside_a_file_use_what_was_measured(fastest: str, store: Store,
 
 
 def test_a_store_without_blocks_leaves_them_to_the_estimates(store: Store) -> None:
-    """As an older version wrote it: with convolutions only."""
+    """An older version stored only convolutions."""
     text = MODEL.replace("y = Add(x, p)", "y = Conv<pads=[1,1,1,1]>(p, v)").replace(
         "float[16] b2", "float[16] b2, float[16,16,3,3] v"
     )
@@ -525,7 +526,8 @@ def test_results_say_what_was_chosen(store: Store) -> None:
 
 
 def test_a_row_has_times_of_one_distance(store: Store) -> None:
-    """Measuring was interrupted at the other one: its times are not those that were chosen from."""
+    """Measuring was interrupted at the other distance of the weights. Its times were not those that the choice was
+    based on."""
     put(store, BLOCK, APART, *[1e-3] * 4)
     put(store, BLOCK, untuned(BLOCK), *[2e-3] * 4)
     far = replace(BLOCK, far=True)
@@ -541,7 +543,7 @@ def test_a_row_has_times_of_one_distance(store: Store) -> None:
 
 @pytest.mark.whole
 def test_tune_measures_blocks(tmp_path: Path) -> None:
-    """From the command to the report, and what is stored is used by the next compilation."""
+    """From the command to the report. The next compilation uses the stored times."""
     path = tmp_path / "store.sqlite"
     untuned_blocks = blocks_of(CHAIN, None)
     found = api.tune(
@@ -572,7 +574,8 @@ def test_tune_measures_blocks(tmp_path: Path) -> None:
 
 
 def one_by_one(asked: list[list[str]]) -> Any:
-    """`tune` that finds every block faster one by one. `asked`: the names of the blocks of each call."""
+    """A stand-in for `tune` that finds every block faster one by one. `asked` gets the names of the blocks of each
+    call."""
 
     def faked(tasks: Any, maker: Any, *, store: Store, pool: LayerMeasurer, **_: Any) -> TuningResult:
         blocks = [known for known in pool.layers.layers if isinstance(known, Block)]
@@ -589,7 +592,7 @@ def one_by_one(asked: list[list[str]]) -> Any:
 def test_blocks_that_others_made_possible_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every block is faster one by one, so the first one leaves a 1x1 convolution to the second."""
+    """Every block is faster one by one. So the first block leaves its 1x1 convolution to the second one."""
     asked: list[list[str]] = []
     monkeypatch.setattr("xrlflow.tuning.models.tune", one_by_one(asked))
     found = api.tune(
@@ -613,7 +616,7 @@ def test_blocks_that_others_made_possible_are_measured(
 def test_blocks_are_measured_until_no_more_come_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At few pixels, each pair that comes apart leaves a 1x1 convolution to the next pair, one after the other."""
+    """With few pixels, each pair that is computed one by one leaves its 1x1 convolution to the next pair."""
     text = (
         "(float[1,24,9,9] x, float[24,1,3,3] w, float[40,24,1,1] b, float[40,1,3,3] w1, float[56,40,1,1] b1,"
         " float[56,1,3,3] w2, float[72,56,1,1] b2) => (float[1,72,9,9] y) {"

@@ -1,4 +1,5 @@
-"""What a surrogate and an agent take from other layers. Here kernels of many rows and vectors are fast."""
+"""What a surrogate and an agent learn from other layers. In these tests, kernels with many rows and vectors are
+fast."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from xrlflow.tuning.tuners.random import RandomTuner
 pytestmark = pytest.mark.measures
 
 _KNOBS = slice(8, 10)
-"""Where a description has the logarithms of rows and vectors."""
+"""The logarithms of rows and vectors in a description."""
 
 
 def descriptions(space: DesignSpace, candidates: Sequence[Candidate]) -> Floats:
@@ -65,7 +66,7 @@ def test_kernels_are_ordered_by_what_others_have_shown(layer: MadeUp) -> None:
 
 
 def test_own_measurements_count_more_than_those_of_others() -> None:
-    """Others say the opposite of what is true here."""
+    """In this experience, the scores are the opposite of the truth."""
     space, candidates = drawn(CONVOLUTION, 120)
     pairs = measured(space, candidates)
     truth = np.array([-o.median for _, o in pairs], np.float32)
@@ -80,7 +81,7 @@ def test_own_measurements_count_more_than_those_of_others() -> None:
 def test_however_much_or_little_others_have_shown_measurements_here_outweigh_it(
     others: int, times: int, own: int, least: float
 ) -> None:
-    """Others say the opposite of what is true of the same kernels."""
+    """In this experience, the same kernels have the opposite of their true scores."""
     space, candidates = drawn(CONVOLUTION, 160)
     pairs = measured(space, candidates)
     truth = np.array([-o.median for _, o in pairs], np.float32)

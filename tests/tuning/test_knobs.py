@@ -1,4 +1,4 @@
-"""Knobs know which of their values are near."""
+"""Knobs know which values are near each other."""
 
 from __future__ import annotations
 

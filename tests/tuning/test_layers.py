@@ -74,7 +74,7 @@ MODEL = (
 
 
 def other(layer: Layer, algorithm: Algorithm) -> KernelChoice:
-    """Another blocking than the untuned one."""
+    """Another choice of this algorithm than the untuned one."""
     return next(
         choice
         for choice in layer.everything(MACHINE)
@@ -136,8 +136,8 @@ def test_all_kernels_of_a_layer_compute_the_same(name: str, pool: Pool) -> None:
 
 
 def test_a_tile_leaves_the_kernel_to_the_next_one() -> None:
-    """TVM's schedule changes a module in place that no variable keeps: of 64 tiles all but the first failed, or were
-    made of what another one had left."""
+    """TVM's schedule changes a module if no variable refers to it. Then all of 64 tiles but the first failed, or
+    started from the remains of the one before."""
     alone = tiles.only_kernel(tiles.fused(FORMS["groups and strides"], MACHINE))
     assert alone is not None
     before = alone.kernel.script()
@@ -151,7 +151,7 @@ def test_a_tile_leaves_the_kernel_to_the_next_one() -> None:
 
 
 def test_tiles_are_the_convolution() -> None:
-    """Against ONNX Runtime: a layer is made of its form with the right operators, paddings and layouts."""
+    """Compares with ONNX Runtime: the layer of a workload has the right operators, paddings and layouts."""
     workload = FORMS["odd sizes, one side padded"]
     given = tiles.random_operands(workload)
     weights, (bias,) = given.weights, given.extras
@@ -256,7 +256,8 @@ def test_a_plan_that_is_no_longer_a_choice_is_ignored(name: str, store: Store) -
 
 
 def test_times_of_other_code_are_ignored(store: Store) -> None:
-    """Of a kernel that the same plan once had, of another machine or thread count, and what is no record of ours."""
+    """The records have the key of an earlier kernel of the same choice, are of another machine or thread count, or are
+    not choices."""
     put(store, LAYER, PLAIN, 4e-3)
     put(store, LAYER, LAYER.untuned_choice(F43, MACHINE), 1e-3, key="another kernel")
     put(store, LAYER, other(LAYER, F43), error="died", key="another kernel")
@@ -274,7 +275,7 @@ def test_times_of_other_code_are_ignored(store: Store) -> None:
 
 
 def test_a_layer_without_a_time_of_its_plain_algorithm_is_estimated(store: Store) -> None:
-    """Seconds and estimates have different units."""
+    """Seconds of one algorithm cannot be compared with the estimate of another."""
     put(store, LAYER, LAYER.untuned_choice(F43, MACHINE), 1e-9)
     assert times(store).of(LAYER.workload, far=False) == {}
     put(store, LAYER, PLAIN, error="died")
@@ -306,7 +307,8 @@ def functions(module: Any) -> list[str]:
 
 
 def tuned_store(store: Store, fastest: Algorithm) -> None:
-    """Times of the layers of MODEL, so that another blocking of an algorithm is the fastest."""
+    """Store times of the layers of MODEL, so that an algorithm is the fastest, with another blocking than the untuned
+    one."""
     for layer in layers_of(MODEL):
         for algorithm in ALL:
             seconds = 1e-3 if algorithm is fastest else 4e-3
@@ -358,7 +360,7 @@ def test_equal_layers_are_one() -> None:
 
 @pytest.mark.whole
 def test_tune_reports_algorithms(tmp_path: Path) -> None:
-    """From the command to the report, and what is stored is used by the next compilation."""
+    """From the command to the report. The next compilation uses the stored times."""
     path = tmp_path / "store.sqlite"
     text = conv("1,16,6,6", "16,16,3,3", "1,16,6,6")
     model = network(text)

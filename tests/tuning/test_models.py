@@ -1,4 +1,4 @@
-"""A model's kernels as tasks, tuned and put back."""
+"""The kernels of a model become tasks, are tuned, and are put back into the model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ pytestmark = pytest.mark.measures
 
 
 def network() -> onnx.ModelProto:
-    """Two products that are alike, one that is not, a softmax."""
+    """A network with two equal products, a different one, and a softmax."""
     model = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]>'
         " agraph (float[16,32] x, float[32,32] u, float[32,32] v, float[32,48] w) => (float[16,48] y) {"
@@ -103,7 +103,7 @@ def test_layers_are_tasks(tasks: LayerTasks) -> None:
 def test_kernels_are_timed_in_turns_with_the_untuned_one(
     tasks: LayerTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processor slows down by half while the first kernel is timed."""
+    """While the first kernel is timed, the processor has half of its speed."""
     pairs: list[tuple[Kernel, ...]] = []
 
     def in_turns(pool: Pool, kernels: Sequence[Kernel], timing: Timing) -> list[tuple[float, ...]]:
@@ -160,7 +160,7 @@ def test_kernels_that_are_measured_again_are_not_built_again(
 
 
 def few_ways(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:
-    """Layers have so many ways of each algorithm."""
+    """Limit layers to `count` choices for each algorithm, and the untuned ones."""
     everything = Layer.everything
 
     def first(layer: Layer, machine: Machine) -> list[KernelChoice]:
@@ -289,7 +289,7 @@ def test_a_second_run_measures_nothing(tasks: LayerTasks, tmp_path: Path) -> Non
 def test_kernels_that_compute_something_else_fail(
     tasks: LayerTasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the untuned tiles, which the others are compared with."""
+    """Only the untuned tiles do not fail: their results are the reference of the others."""
     expected = Layer.expected
     monkeypatch.setattr(Layer, "expected", lambda layer, machine: expected(layer, machine) + 0.01)
     one = tasks_of(tasks.layers[:1])
@@ -321,7 +321,7 @@ def test_a_layer_that_cannot_run_alone_is_left_to_the_estimates(
 def test_kernels_that_cannot_be_scheduled_run_as_they_are(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a warning, in `tune` as in `optimize`; a layer has other algorithms."""
+    """`tune` and `optimize` both warn. A layer has other algorithms, too."""
     from tvm.s_tir import ScheduleError
 
     def failing(*_: Any) -> Any:
@@ -424,7 +424,7 @@ def test_progress_is_told(file: Path, tmp_path: Path) -> None:
 
 
 def rewritable() -> onnx.ModelProto:
-    """Two products of one input, which a search merges."""
+    """A model with two products of one input, which a search merges."""
     model = network()
     del model.graph.node[:]
     for text in ("a = MatMul(x, u)", "b = MatMul(x, v)", "c = Add(a, b)", "y = MatMul(c, w)"):
@@ -544,7 +544,7 @@ def test_tune_writes_a_library_that_computes_the_same(file: Path, tmp_path: Path
 def test_an_interrupt_hurries_what_follows(
     interrupting: bool, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is known is compiled and compared, in less time."""
+    """The graphs so far are compiled and compared, in less time."""
     seconds: list[float] = []
 
     def listener(phase: str, done: int, total: int, note: str) -> None:

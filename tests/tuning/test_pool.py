@@ -1,4 +1,4 @@
-"""Builders and the runner, and what candidates do to them."""
+"""The builders and the runner of a pool, and candidates that crash, hang or misbehave."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_kernels_compute_what_numpy_does(pool: Pool) -> None:
 
 
 def test_measured_are_positive_times_in_the_candidates_order(pool: Pool) -> None:
-    # So different that no noise can turn them round: 16 and 16 million multiplications.
+    # The times differ too much for noise: one kernel has a million times as many multiplications as the other.
     small, large = matmul(2, 4), matmul(256)
     outcomes = pool.measure(small, [unscheduled(large), unscheduled(small), unscheduled(large)])
     assert all(outcome.error is None for outcome in outcomes)
@@ -207,7 +207,7 @@ def test_tools_that_do_not_work_are_no_fault_of_the_candidate(pool: Pool) -> Non
 
 
 def test_a_full_disk_is_no_fault_of_the_candidate(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not build then is no outcome, which would be kept."""
+    """If a candidate does not build on a full disk, this is not stored as its result."""
     task = matmul(16)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=4096))
     with pytest.raises(PoolError, match="no space is left for kernels: make some, or set TMPDIR"):
@@ -363,7 +363,7 @@ def test_neither_an_interrupt_nor_a_kill_leaves_anything_behind(tmp_path: Path) 
 
 
 def maps(process: int) -> str:
-    """The files that a process has in memory."""
+    """The memory maps of a process, which name its files."""
     try:
         return Path(f"/proc/{process}/maps").read_text()
     except OSError:
@@ -428,7 +428,7 @@ def test_a_pool_says_how_long_it_has_been_building_and_running(pool: Pool) -> No
     start = time.monotonic()
     outcomes = pool.outcomes(task, [unscheduled(task), calls("no_such_function")])
     position, outcome = next(outcomes)
-    # What the caller does meanwhile is none of its time.
+    # The caller's own work meanwhile does not count.
     time.sleep(0.2)
     found = {position: outcome, **dict(outcomes)}
     took = time.monotonic() - start - 0.2

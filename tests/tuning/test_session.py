@@ -1,4 +1,4 @@
-"""Whole sessions: budgets, what is known already, interruptions, kills."""
+"""Whole tuning sessions: budgets, known results, interrupts and kills."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def two() -> Task:
 
 
 class Counting:
-    """A tuner that proposes numbers, in an order that depends on the seed and on what it is told."""
+    """A tuner that proposes numbers. Their order depends on the seed."""
 
     name = "counting"
 
@@ -62,7 +62,7 @@ class Counting:
 
 
 class Formula:
-    """Measures by a formula: every tenth fails, others take longer the larger their number."""
+    """A measurer with a formula: every tenth number fails, and larger numbers take longer."""
 
     threads = 2
     device = None
@@ -223,7 +223,7 @@ def test_an_interrupt_keeps_what_is_known(store: Store) -> None:
 
 @pytest.mark.usefixtures("python_handles_interrupts")
 def test_an_interrupt_that_a_tuner_swallows_is_one(store: Store) -> None:
-    """MetaSchedule calls Python from C++, where a KeyboardInterrupt is an error like any other."""
+    """MetaSchedule calls Python from C++, where a KeyboardInterrupt becomes an ordinary error."""
 
     class Swallowing(Counting):
         def propose(self, count: int) -> Sequence[Candidate]:
@@ -254,7 +254,7 @@ def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
     while told < 19:
         told = int(victim.stdout.readline())
     victim.send_signal(signal.SIGKILL)
-    # `communicate` would not return what has been read ahead of the last line.
+    # `communicate` would lose the lines that were already read into the buffer.
     told = int([str(told), *victim.stdout.read().split()][-1])
     assert victim.wait() == -signal.SIGKILL
     with Store(path) as store:
@@ -287,7 +287,7 @@ def test_limits_that_make_no_sense_are_refused(store: Store, wrong: dict[str, in
 
 
 class Splitting:
-    """Proposes a product whose columns are split in several ways."""
+    """A tuner that proposes a product with its columns split by several factors."""
 
     name = "splitting"
 
@@ -318,7 +318,7 @@ def test_a_real_kernel_is_tuned_and_known_afterwards(store: Store) -> None:
 
 
 class Lucky(Formula):
-    """Some candidates look faster by a fifth the first time that they are measured."""
+    """A measurer for which some candidates seem faster by a fifth when they are measured for the first time."""
 
     def __init__(self, lucky: set[str], pause: float = 0.0, act: Callable[[int], None] | None = None) -> None:
         super().__init__(pause, act)
@@ -332,7 +332,7 @@ class Lucky(Formula):
         for position, outcome in super().outcomes(task, candidates, until=until):
             key = candidates[position].key
             factor = 0.8 if key in self._lucky and self.seen.count(key) == 1 else 1.0
-            # No two measurements are quite the same.
+            # No two measurements are equal.
             yield (
                 position,
                 outcome
@@ -342,7 +342,7 @@ class Lucky(Formula):
 
 
 class Again:
-    """The thirtieth is the untuned one."""
+    """Candidates by their numbers. The untuned one is 30."""
 
     def untuned_candidate(self, task: Task) -> Candidate:
         return Candidate(None, [], task.mod, "30")
@@ -352,7 +352,7 @@ class Again:
 
 
 def confirmed(store: Store, measurer: Formula, trials: int = 40, **options: object) -> TuningResult:
-    """A session whose tuner proposes 0, 7, 14, ..."""
+    """Run a session whose tuner proposes 0, 7, 14, ..."""
     return tune(
         [one()], lambda task, seed: Counting(task, 0), trials=trials, store=store, pool=measurer, **options
     )  # type: ignore[arg-type]
@@ -370,7 +370,7 @@ def test_what_leads_is_measured_again_beside_what_runs_otherwise(store: Store) -
     assert 4 <= len(again) <= 8
     assert all("30" in asked and len(asked) <= 4 for asked in again)
     assert {"70", "77", "84", "91", "98"} <= set().union(*again)
-    # Luck is not asked for longer than it lasts.
+    # A candidate that was only lucky is not measured more often than needed to see this.
     assert max(measurer.seen.count(key) for key in ("70", "77", "84", "91", "98")) <= 4
 
     later = Lucky(set())
@@ -379,7 +379,7 @@ def test_what_leads_is_measured_again_beside_what_runs_otherwise(store: Store) -
 
 
 def test_luck_that_is_not_at_an_end_in_time_is_not_the_best(store: Store) -> None:
-    """More have been lucky than are measured again: what was measured often enough counts, and the rest is left."""
+    """More candidates were lucky than can be measured again. Only those that were measured often enough count."""
     measurer = Lucky({str(n) for n in range(1000)})
     (found,) = confirmed(store, measurer, kernels=Again()).tasks
     assert measurer.seen.count("30") == 8
@@ -392,7 +392,7 @@ def test_luck_that_is_not_at_an_end_in_time_is_not_the_best(store: Store) -> Non
     confirmed(store, later, kernels=Again())
     assert later.seen == []
 
-    # What more trials find is measured again, however often that was done before.
+    # The results of further trials are measured again, however often others were before.
     more = Lucky(set())
     confirmed(store, more, 60, kernels=Again())
     assert more.seen.count("30") > 0
@@ -415,7 +415,7 @@ def test_where_the_usual_leads_alone_nothing_is_measured_again(store: Store) -> 
 
 
 def test_measuring_again_has_a_part_of_the_time(store: Store) -> None:
-    """A fifth: of some twenty measurements in all, where eight rounds would take thirty."""
+    """At most a fifth of the time: there are about twenty measurements in all, and eight rounds would need thirty."""
     measurer = Lucky({str(n) for n in range(0, 1000, 3)}, pause=0.1)
     result = confirmed(store, measurer, 10_000, kernels=Again(), time_limit=2.0)
     assert result.stop is Stop.TIME

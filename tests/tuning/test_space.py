@@ -1,4 +1,4 @@
-"""The space of a layer: every way is a vector of knobs, and every vector stands for a way."""
+"""The space of a layer: each choice has a vector of knobs, and each vector stands for a choice."""
 
 from __future__ import annotations
 
@@ -124,8 +124,10 @@ def test_knobs_are_named() -> None:
 
 @pytest.mark.parametrize("method", whole([m for m in SEARCHING if m is not Method.RANDOM], (Method.BEAM,)))
 def test_tuners_find_what_is_fast(method: Method) -> None:
-    """Times are the estimates, which the tuner does not see: the best of 64 is better than that of as many random
-    ones, on average over five seeds."""
+    """The true times are the estimates, which the tuner does not see.
+
+    On average over five seeds, the best of its 64 proposals must be better than the best of 64 random ones.
+    """
     layer = Layer(replace(FORMS["steps"], image=(1, 28, 28, 64), out=(1, 28, 28, 96)), False)
     space = DesignSpace.of(layer, MACHINE)
     seconds = {choice: float(value) for choice, value in zip(space.choices, space.estimates)}

@@ -1,4 +1,4 @@
-"""What the store keeps, and what it does when it cannot."""
+"""What the store records, and its behaviour when it cannot write."""
 
 from __future__ import annotations
 

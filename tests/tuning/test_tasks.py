@@ -1,4 +1,4 @@
-"""Tasks: alike ones are one, and the key is of what is computed."""
+"""Tasks: equal kernels are one task, and its key depends on what is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Measuring real sessions here and in fresh processes. No latency and no ratio is asserted: machines are busy."""
+"""Measurements of real sessions in this process and in fresh ones.
+
+No latency and no ratio is asserted, because the machine may be busy.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def test_a_figure_alone() -> None:
 
 
 def test_each_process_is_new_and_the_fork_server_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork of a process with threads is not sound; that of one without finds the same addresses: see `_ballast`."""
+    """Forking is only sound while the server has one thread. Its children must differ in addresses: see `_ballast`."""
     seen: list[tuple[int, int, list[int]]] = []
     ask = processes.FreshProcesses.sample
 
@@ -102,7 +105,10 @@ def test_each_process_is_new_and_the_fork_server_has_one_thread(monkeypatch: pyt
 
 @dataclass
 class Told:
-    """In place of processes: samples, on a clock of the test's own. `each`: seconds of one; `turns`: as asked for."""
+    """A stand-in for the measuring processes, with a clock that only the test advances.
+
+    `seconds`: how long one process takes. `turns`: the numbers of turns that the processes were asked for.
+    """
 
     seconds: float
     ratio: float
@@ -138,7 +144,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], Told]:
 def test_what_would_not_be_over_in_time_is_not_begun(
     limit: float, told: Callable[[float, float], Told]
 ) -> None:
-    """Processes of a second, of models that are as fast as each other."""
+    """A process takes one second, and both models are equally fast."""
     clock = told(1.0, 1.0)
     found = measure_in_fresh_processes(
         matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True), time_limit=limit
@@ -149,7 +155,7 @@ def test_what_would_not_be_over_in_time_is_not_begun(
 
 
 def test_what_is_decided_ends_it(told: Callable[[float, float], Told]) -> None:
-    """Within an hour, of which it takes some seconds."""
+    """A clear decision takes some seconds of a time limit of an hour."""
     clock = told(0.1, 1.5)
     found = measure_in_fresh_processes(
         matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True), time_limit=3600.0
@@ -164,7 +170,8 @@ def test_what_is_decided_ends_it(told: Callable[[float, float], Told]) -> None:
 def test_patience_is_for_those_with_neighbours(
     ratio: float, spread: float, patient: bool, told: Callable[[float, float], Told]
 ) -> None:
-    """In doubt at the first looks: the time is up, unless the estimates are far from each other."""
+    """Both cases are undecided at the first analyses. Measuring then ends after the patience, unless the estimates
+    differ much from each other."""
     clock = told(0.5, ratio)
     clock.spread = spread
     measure_in_fresh_processes(
@@ -218,7 +225,8 @@ def test_turns_of_a_process(noise: float, start: float, each: float, left: float
 
 
 def test_ended_processes_are_not_asked_again(told: Callable[[float, float], Told]) -> None:
-    """A process that is not over in time is killed with the fork server: the time of the check does not revive it."""
+    """A process that exceeds its time is killed, together with the fork server. No further sample may be asked for,
+    although the check afterwards leaves time for it."""
     clock = told(1.0, 1.5)
     asked: list[Sample | None] = []
     tell = type(clock).__call__
@@ -264,7 +272,7 @@ def test_a_crash_is_reported_with_what_the_server_said(monkeypatch: pytest.Monke
 
 
 def test_a_child_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fork server lives on, and says so."""
+    """The fork server survives its child and reports the signal."""
     monkeypatch.setattr(processes, "Sampler", Aborting)
     with pytest.raises(BackendError, match=r"^a measuring process ended by SIGABRT"):
         measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), time_limit=10.0)

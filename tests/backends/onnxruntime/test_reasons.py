@@ -1,4 +1,4 @@
-"""ONNX Runtime's errors: the telling part, and what to do about versions."""
+"""Which part of ONNX Runtime's errors is shown, and the advice about versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading and running models, and what is refused."""
+"""Loading and running models, and the errors of models that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of compiled models share."""
+"""Fixtures for the tests of compiled models."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's store of tuned kernels."""
+    """Keep tests from reading and writing the user's store of tuned kernels."""
     monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")

@@ -1,9 +1,11 @@
 """ONNX's node tests through TVM: `python -m tests.backends.tvm.node_tests [OPERATORS]`.
 
-Each model whose operators can be lowered is compiled twice, as it is, and with all inputs but the first as constants
-(many operators are lowered only with constant axes, sizes or indices). Its results are compared with those that the
-test expects: it is right, or refused with a reason, or like ONNX Runtime, which differs from the test, or wrong. The
-program prints how many are what, and which are wrong, and ends with exit code 1 if any is.
+Each model whose operators can be lowered is compiled twice: unchanged, and with all inputs but the first as constants,
+because many operators are lowered only with constant axes, sizes or indices.
+
+A case is "right" if the results are those that the test expects, "refused" if there is an error with a reason, "like
+ONNX Runtime" if ONNX Runtime differs from the test in the same way, and otherwise "wrong". The program prints the
+number of each and the wrong cases, and exits with code 1 if there are any.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A node test: a model, what it is given, by name, and what it should give."""
+    """A node test: a model, its inputs by name, and the expected outputs."""
 
     name: str
     model: onnx.ModelProto
@@ -44,7 +46,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """The node tests on tensors whose operators can be lowered, in both forms."""
+    """The node tests on tensors whose operators can be lowered, each with inputs and with constants."""
     for test in backend_tests("node"):
         if test.model is None or unsupported([(n.domain, n.op_type) for n in test.model.graph.node]):
             continue
@@ -76,7 +78,7 @@ def _with_constants(case: Case) -> Case:
 
 
 def trouble(case: Case, results: Sequence[Any]) -> str | None:
-    """How results differ from what a test expects; None if they do not."""
+    """How the results differ from the expected ones; None if they do not."""
     for output, found, expected in zip(case.model.graph.output, results, case.expected):
         if found.dtype != expected.dtype or found.shape != expected.shape:
             return f"{output.name} is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
@@ -90,7 +92,7 @@ def trouble(case: Case, results: Sequence[Any]) -> str | None:
 
 
 def outcome(case: Case) -> tuple[str, str]:
-    """(right, refused, like ONNX Runtime or wrong, why)."""
+    """The outcome (right, refused, like ONNX Runtime or wrong), and its reason."""
     try:
         with compiled(case.model, detect(cores=1), threads=1) as model:
             results = model.run(case.feeds)

@@ -1,4 +1,4 @@
-"""The predictor computes in NumPy what was trained in torch, learns an order of kernels, and chooses by it."""
+"""The predictor: NumPy computes what torch trained, it learns the order of kernels, and it chooses among them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def space_of(name: str, **changed: tuple[int, ...]) -> DesignSpace:
 
 
 def measured(space: DesignSpace, count: int, seed: int) -> Measured:
-    """Times as estimated, but tiles of more than two vectors are twice as slow: what the estimates do not say."""
+    """Measured times like the estimates, but tiles of more than two vectors take twice as long. The estimates do not
+    know this."""
     places = np.random.default_rng(seed).permutation(space.size)[:count]
     vectors = space.numbers[places, 2]
     seconds = 1e-9 * space.estimates[places] * np.where(vectors > 2, 2.0, 1.0)
@@ -44,7 +45,7 @@ def measured(space: DesignSpace, count: int, seed: int) -> Measured:
 
 @pytest.fixture(scope="module")
 def predictor() -> Predictor:
-    """One that knows other sizes of the layers that it is asked about."""
+    """A predictor that learned from other sizes of the layers in these tests."""
     layers = [
         measured(space_of(name, image=(1, size, size, channels), out=(1, size, size, 48)), 120, size)
         for name in ("steps", "pointwise")

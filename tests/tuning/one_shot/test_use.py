@@ -1,4 +1,4 @@
-"""Where the predictor is used: untuned compilations on known processors, and `tune --method one-shot`."""
+"""The uses of the predictor: untuned compilations on processors that it knows, and `tune --method one-shot`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from xrlflow.tuning.tuners.protocol import Method
 
 
 def arbitrary(seed: int = 0) -> Predictor:
-    """A predictor of drawn weights: it prefers what nothing else would."""
+    """A predictor with random weights. It prefers other kernels than the estimates and measurements."""
     shape, rng = Shape(width=8, hidden=8, layers=1, heads=1), np.random.default_rng(seed)
     weights = {name: rng.standard_normal(size).astype(np.float32) for name, size in shape.arrays().items()}
     return Predictor(shape, weights, Standard(30.0, 1.0), {"processors": ["nothing"]})
 
 
 class Known:
-    """Measured times of one layer."""
+    """Timings that only know one layer."""
 
     def __init__(self, workload: LayerWorkload, times: Times) -> None:
         self._workload, self._times = workload, times
@@ -86,7 +86,7 @@ def test_the_untuned_kernel_must_be_beaten_by_a_margin(
     usual = layer.estimated(MACHINE)
 
     def faked(predictor: Predictor, space: DesignSpace, place: int) -> tuple[Any, Any]:
-        """All ways take this part of the time of the untuned one."""
+        """Predict that the kernel at `place` takes 1 ms and all others this fraction (`part`) of it."""
         places = np.arange(space.size)
         return places, np.where(places == place, 1e-3, part * 1e-3)
 

@@ -1,4 +1,4 @@
-"""Chameleon's parts: the agent, its walks, k-means with its knee, and that the policy learns."""
+"""The parts of Chameleon: its agent, walks, k-means and learning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL = ChameleonConfig(walks=32, steps=16)
 
 
 class Known(Surrogate):
-    """A surrogate that has nothing to learn: the score falls with the distance in places from a goal."""
+    """A surrogate that needs no measurements: scores fall with the distance from a goal."""
 
     def __init__(self, space: DesignSpace, goal: Vector | None) -> None:
         super().__init__(space, 0)
@@ -68,7 +68,7 @@ def walks_of(agent: Agent, space: DesignSpace, surrogate: Surrogate, seed: int =
 
 
 def biased(*moves: float) -> Agent:
-    """One that decreases, keeps or increases every knob, whatever it sees."""
+    """An agent whose logits for decreasing, keeping and increasing a knob are `moves`, whatever it observes."""
     agent = Agent(0)
     with torch.no_grad():
         agent.actor.weight.zero_()
@@ -98,7 +98,7 @@ def test_knobs_without_a_choice_do_not_count() -> None:
 def test_observations_are_independent_of_their_company() -> None:
     seen = observations(space_of(CONVOLUTION), 6)
     agent = Agent(0)
-    # An actor that has learned something: the initial one is nearly indifferent.
+    # The initial actor is nearly indifferent, so give it random weights.
     torch.nn.init.normal_(agent.actor.weight, generator=torch.Generator().manual_seed(0))
     together, values = agent.evaluate(seen)
     alone, value = agent.evaluate(seen[2:3])
@@ -116,7 +116,7 @@ def test_walks_stay_in_the_space_and_say_what_was_visited(layer: MadeUp) -> None
     assert np.array_equal(surrogate.predict(walks.visited), walks.scores)
     assert all(1 <= len(e) <= SMALL.steps for e in walks.episodes)
     assert all(e.truncated for e in walks.episodes)
-    # A reward is the score of where the step has led to.
+    # The reward of a step is the score of the vector that it reaches.
     for episode, end in zip(walks.episodes, walks.ends):
         assert episode.rewards[-1] == pytest.approx(float(surrogate.predict(end[None])[0]))
 
@@ -124,7 +124,7 @@ def test_walks_stay_in_the_space_and_say_what_was_visited(layer: MadeUp) -> None
 def test_a_walk_without_a_choice_rests() -> None:
     space = space_of(ONE)
     walks = walks_of(Agent(0), space, Known(space, (0,)))
-    # It ends with the first step that is one place wide.
+    # It ends with the first step whose moves have length one.
     assert {len(e) for e in walks.episodes} == {1}
 
 
@@ -132,7 +132,7 @@ def test_the_first_walks_move_by_one_place_from_the_start() -> None:
     space = space_of(PRODUCT)
     walks = walks_of(Agent(0), space, Known(space, goal_of(space, 0).vector), near=8)
     before, after = walks.visited[:32], walks.visited[32:64]
-    # Another sketch has other knobs.
+    # Vectors of different algorithms have different knobs, so their distances do not count.
     places = np.abs(after - before).max(axis=1) * (after[:, 0] == before[:, 0])
     assert places[:8].max() == 1
     assert places[8:].max() > 1
@@ -195,7 +195,7 @@ def clustered(count: int) -> Floats:
 
 
 def test_groups_stop_at_the_knee() -> None:
-    """Twelve clumps: more than eight groups pay much, more than sixteen nothing."""
+    """There are twelve clusters. More than eight groups are much better, more than sixteen are hardly better."""
     found = groups(clustered(12), 8, 64, 2.5, np.random.default_rng(0))
     assert len(found) == 16
 
@@ -207,7 +207,7 @@ def test_groups_are_no_more_than_wanted_or_there_are_points() -> None:
 
 
 def test_a_cloud_without_structure_needs_few_measurements() -> None:
-    """What makes it cheaper than others: a plan is as long as it has kinds of configurations."""
+    """This makes Chameleon cheaper than others: it proposes only one candidate for each group."""
     space = space_of(PRODUCT)
     landscape = Landscape(space, goal_of(space, 0))
     tuner = ChameleonTuner(space, 0, ChameleonConfig(walks=32, steps=16, explore=0.0))
@@ -221,7 +221,7 @@ def test_a_group_whose_kernels_are_another_groups_gives_one_made_of_what_the_poo
     for vector in space.enumerate():
         if (candidate := space.decode(vector)) is not None:
             kernels.setdefault(candidate.key, []).append(vector)
-    # Two vectors of one kernel, and a kernel to mix with it.
+    # Two vectors with the same kernel, and another vector to combine them with.
     one, same = next(vectors for vectors in kernels.values() if len(vectors) == 2)
     other = next(vectors[0] for vectors in kernels.values() if len(vectors) == 1)
     tuner = ChameleonTuner(space, 0, SMALL)
@@ -279,7 +279,7 @@ def test_a_tuner_leaves_the_agent_that_it_was_given_alone_and_goes_on_from_it() 
     assert tuner.agent.updates > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in given.state_dict().items())
     assert any(not torch.equal(tensor, before[name]) for name, tensor in tuner.agent.state_dict().items())
-    # What is taken from it is of that moment.
+    # The agent that was taken from the tuner does not change with it.
     taken = tuner.agent
     updates, known = taken.updates, len(taken.experience)
     tuner.update([(c, landscape(c)) for c in tuner.propose(8)])
@@ -289,7 +289,7 @@ def test_a_tuner_leaves_the_agent_that_it_was_given_alone_and_goes_on_from_it() 
 
 
 class Decoded(list[Vector]):
-    """The vectors that are decoded, in their order."""
+    """A list of the vectors that are decoded, in their order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Decoded(list[Vector]):
 
 
 def told(config: ChameleonConfig) -> tuple[ChameleonTuner, list[Vector]]:
-    """A tuner that knows of 30 measurements, and the vectors of those, the best first."""
+    """A tuner that knows 30 measurements, and the vectors of these, fastest first."""
     space = space_of(PRODUCT)
     landscape = Landscape(space, goal_of(space, 0))
     tuner = ChameleonTuner(space, 0, config)
@@ -333,7 +333,7 @@ def test_configurations_are_imagined_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_imagined_counts_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside it there is what walks have visited, by its knobs: at most 1."""
+    """The vectors that walks visited have scores of at most 1, so the decoded vectors with larger scores come first."""
     tuner, known = told(SMALL)
     order = np.random.default_rng(9).permutation(space_of(PRODUCT).points)
     imagined = [vector for point in order.tolist() if (vector := tuple(point)) not in known][:12]
@@ -391,7 +391,7 @@ def test_walks_begin_at_the_best_measured_and_then_at_the_best_imagined() -> Non
 
 
 def test_an_agent_of_other_tasks_chooses_from_the_start() -> None:
-    """The first proposals are where it walks to; without one they are drawn."""
+    """Its first proposals are the ends of its walks. Without an agent, they are random."""
     space = space_of(CONVOLUTION)
     agent = biased(9.0, 0.0, 0.0)
     agent.updates = 1

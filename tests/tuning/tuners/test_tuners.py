@@ -1,4 +1,4 @@
-"""What every tuner keeps to, and that each finds the best of a small landscape that nothing is built for."""
+"""Requirements of all tuners, and that each finds the optimum of a small landscape. Nothing is built."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xrlflow.tuning.tuners.random import RandomTuner
 
 pytestmark = pytest.mark.learns
 
-# Small ones, for tests take seconds.
+# Small searches, because tests should take seconds.
 ANNEALING = AnnealingConfig(chains=32, steps=60)
 BEAM = BeamConfig(beam=8, completions=4, passes=2)
 GENES = GeneticConfig(population=32, generations=3, best=8)
@@ -39,9 +39,11 @@ GUIDED = [Method.ANNEALING, Method.GENETIC, Method.BEAM, Method.CHAMELEON]
 
 
 class Landscape:
-    """Milliseconds that grow with the distance from a goal, by the logarithms of knobs; another algorithm is far away.
+    """Times in milliseconds that grow with the distance from a goal, measured in logarithms of knobs. Another algorithm
+    adds much.
 
-    The goal's kernel takes one, whichever vector it comes from: some vectors decode to the same.
+    The goal's kernel takes one millisecond. Some vectors decode to the same kernel, and all vectors of the goal's have
+    this time.
     """
 
     def __init__(self, space: DesignSpace, goal: Candidate) -> None:
@@ -59,14 +61,14 @@ class Landscape:
 
 
 def goal_of(space: DesignSpace, seed: int) -> Candidate:
-    """Any candidate."""
+    """A random candidate."""
     candidate = space.decode(space.random(np.random.default_rng(100 + seed)))
     assert candidate is not None
     return candidate
 
 
 def trials_to_goal(tuner: Tuner, landscape: Landscape, most: int, batch: int = 8) -> int | None:
-    """How many measurements it took; None if they did not do."""
+    """The number of measurements until the tuner proposes the goal; None if `most` do not suffice."""
     done = 0
     while done < most:
         proposed = tuner.propose(batch)
@@ -81,7 +83,7 @@ def trials_to_goal(tuner: Tuner, landscape: Landscape, most: int, batch: int = 8
 
 
 def play(tuner: Tuner, space: DesignSpace, batches: Sequence[int]) -> list[Candidate]:
-    """What it proposes while it is told of a landscape in which every fifth fails."""
+    """The proposals of a tuner on a landscape in which every fifth measurement fails."""
     landscape, found = Landscape(space, goal_of(space, 0)), []
     for size in batches:
         proposed = tuner.propose(size)
@@ -134,7 +136,7 @@ def test_nothing_is_asked_for_and_nothing_told(method: Method) -> None:
 def test_all_that_is_proposed_may_be_drawn_at_random(
     make: type[AnnealingTuner] | type[BeamTuner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One at a time, every twentieth is: then there is nothing to plan."""
+    """If one candidate is proposed at a time, it is random in one of twenty cases. Then nothing is planned."""
     tuner = make(space_of(SMALLEST), 0)
     tuner.update([(c, Measurement((1e-3 * (1 + i),))) for i, c in enumerate(tuner.propose(16))])
     monkeypatch.setattr(make, "explore", 1.0)
@@ -192,7 +194,7 @@ def test_all_failing_is_survived(method: Method) -> None:
 
 @pytest.mark.parametrize("method", GUIDED)
 def test_the_best_is_found_in_a_fraction_of_the_space(method: Method) -> None:
-    """Blind search would need 1,800 trials of the 3,600 on average."""
+    """Random search would need 1,800 trials on average, half of the space."""
     space = space_of(TINY)
     assert space.size == 3600
     found = [
@@ -204,7 +206,7 @@ def test_the_best_is_found_in_a_fraction_of_the_space(method: Method) -> None:
 
 @pytest.mark.parametrize("method", GUIDED)
 def test_what_was_measured_guides_what_is_proposed(method: Method) -> None:
-    """After some measurements, which it need not have asked for, proposals are better than what is drawn."""
+    """The measurements are of other candidates than the tuner's own. Its proposals are then better than random ones."""
     space = space_of(PRODUCT)
     landscape = Landscape(space, goal_of(space, 1))
     known = [(c, landscape(c)) for c in RandomTuner(space, 3).propose(60)]

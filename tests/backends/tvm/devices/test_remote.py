@@ -1,7 +1,7 @@
-"""A remote device, as far as one machine goes: a tracker and a server of TVM's on loopback.
+"""Remote devices, simulated with a tracker and a server of TVM on the loopback interface.
 
-TVM's own client waits without an end for a device that is unknown or in use, and for a tracker that says nothing: what
-replaces it is tested by the tests' ending.
+TVM's own client waits for ever if a device is unknown or in use, or if a tracker does not answer. That these tests end
+shows that our client does not.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def free_port() -> int:
 
 
 class Board:
-    """A tracker, and servers that register with it. Their processes have no torch, which TVM would load in each."""
+    """A tracker, and servers that register with it. Their processes run without torch, which TVM would load in each of
+    them."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "torch.py").write_text("raise ImportError('there is no torch on the board')\n")
@@ -71,7 +72,7 @@ class Board:
         return Remote("127.0.0.1", self.port, "board")
 
     def serve(self) -> subprocess.Popen[bytes]:
-        """A server, when the tracker knows it."""
+        """A new server. It returns when the tracker knows the server."""
         port = free_port()
         server = self._start(
             "rpc_server", "--host", "127.0.0.1", "--port", str(port), "--port-end", str(port + 1),
@@ -92,7 +93,7 @@ class Board:
         return process
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a tracker or a server with its own processes."""
+        """Kill a tracker or a server, together with its child processes."""
         for child in psutil.Process(process.pid).children(recursive=True):
             child.kill()
         process.kill()
@@ -115,7 +116,7 @@ def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Board]:
 
 
 def network() -> onnx.ModelProto:
-    """Two products with activations, the second of them doubled."""
+    """Two products with activations. The result of the second is doubled."""
     model = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]>'
         " agraph (float[16,32] x, float[32,32] u, float[32,48] w) => (float[16,48] y, float[16,32] z) {"
@@ -178,7 +179,7 @@ def test_models_compute_there_what_onnxruntime_does_here(board: Board, file: Pat
 
 
 def test_indices_outside_of_their_tables_there(board: Board, tmp_path: Path) -> None:
-    """An error of the caller: the device goes on."""
+    """Such an index is an error of the caller. The device remains usable."""
     table = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> agraph (float[3,4] x, int64[2] ids) => (float[2,4] y)'
         " { y = Gather(x, ids) }"
@@ -243,7 +244,7 @@ def test_tuned_on_the_device(board: Board, file: Path, tmp_path: Path) -> None:
     with Store(place) as store:
         settings = {record.setting for key in store.tasks() for record in store.records(key)}
     assert {setting.device for setting in settings} == {str(board.remote)}
-    # What the device did says nothing about this machine, but is known for the device.
+    # Times of the device do not count for this machine. They are stored under the device's name.
     here = api.tune(file, **options, measure=False, verify=False)  # type: ignore[arg-type]
     assert here.result.tuning.measured == 4
     with Store(place) as store:
@@ -308,7 +309,7 @@ def test_kernels_that_hang_are_ended_by_the_device(board: Board) -> None:
 
 
 def test_a_crash_is_the_kernels_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TVM's server does not outlive a kernel that crashes: the next one finds no device."""
+    """TVM's server dies with a kernel that crashes, so the next kernel finds no device."""
     monkeypatch.setattr("xrlflow.tuning.pool.PATIENCE", 2.0)
     own = Board(tmp_path)
     try:
@@ -329,7 +330,7 @@ def test_a_crash_is_the_kernels_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.whole
 def test_devices_of_one_key_take_times_together(tmp_path: Path) -> None:
-    """A kernel that crashes takes its device with it; the others are measured on the one that is left."""
+    """A kernel that crashes takes its device down. The others are measured on the remaining device."""
     own = Board(tmp_path)
     try:
         own.serve()
@@ -424,7 +425,8 @@ def test_options_of_the_other_backend(file: Path, tmp_path: Path) -> None:
 
 
 def comparison(*ratios: tuple[float, float, float]) -> Comparison:
-    """One whose first model takes 3 ms, and the others that over the first of these."""
+    """A comparison whose first model takes 3 ms. `ratios`: the speedups of the other models over it, with their
+    intervals."""
     speedups = tuple(SpeedUp(*each) for each in ratios)
     latencies = (Latency(3.0, 3.0, 3.0, 9), *(Latency(3.0 / s.median, 1.0, 9.0, 9) for s in speedups))
     load = Load(0.0, 0.0, 1.0, cpus=1, threads=1, seconds=1.0, disturbed=False)
@@ -474,7 +476,8 @@ def test_the_fastest_has_to_be_faster_once_more(
     chosen: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two graphs beside the original the second looked best, by luck or not; or neither looked better."""
+    """There are two graphs beside the original. In the first session the second graph seems faster, truly or by luck,
+    or neither does."""
     compared = iter([[(0.7, 0.7, 0.7), (looks, looks, looks)], [second]])
     asked: list[list[str]] = []
 

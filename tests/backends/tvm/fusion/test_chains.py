@@ -1,4 +1,4 @@
-"""Long chains of element-wise operators are cut into kernels that compile soon, and results stay the same."""
+"""Long chains of element-wise operators are divided into kernels that compile quickly, without a change of results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_short_chains_are_one_kernel(link: str) -> None:
 
 
 def test_what_is_in_memory_anyway_is_not_counted() -> None:
-    """Each tanh is an output, too: their kernels read it, whatever follows."""
+    """Every tanh is also an output, so it is in memory for the kernels that follow."""
     lines = "\n".join(f" a{i + 1} = Tanh(a{i})" for i in range(12))
     outputs = ", ".join(f"float[4,8] a{i + 1}" for i in range(12))
     module = fuse(import_model(network(f"(float[4,8] a0) => ({outputs}) {{{lines} }}")), detect(cores=1))

@@ -1,4 +1,4 @@
-"""Constants in other shapes and orders are folded without a compiler."""
+"""Constants are reshaped and transposed without a compiler."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_what_is_no_constant_stays() -> None:
 
 
 def test_tvm_compiles_no_kernel_for_weights_in_another_order() -> None:
-    """Its folding would compile one for each shape, which took a third of the time to compile a network."""
+    """TVM's own folding would compile one kernel for each shape, which took a third of the time to compile a
+    network."""
     from xrlflow.backends.tvm.fusion.fuse import fuse
 
     proto = network(
@@ -74,7 +75,8 @@ def test_tvm_compiles_no_kernel_for_weights_in_another_order() -> None:
 
 
 def test_the_numbers_of_a_transposed_weight() -> None:
-    """TVM's importer folds some moves itself, so this one is made by hand, as a change of layouts makes it."""
+    """TVM's importer folds some transpositions itself. So this module is built by hand, like one from a change of
+    layouts."""
     tvm()
     from tvm import relax
     from tvm.ir import GenericConst

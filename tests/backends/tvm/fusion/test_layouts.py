@@ -1,4 +1,4 @@
-"""Networks with channels last are transposed at their ends only, whatever stands between the convolutions."""
+"""Networks with channels last are transposed only at their ends, whatever is between the convolutions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_transposed_at_the_ends_only(name: str) -> None:
 
 
 def test_what_is_read_in_both_layouts() -> None:
-    """The images before and after a border are outputs of the model, too."""
+    """The images before and after the padding are outputs of the model, too."""
     text = (
         "(float[1,16,11,9] x, float[32,16,1,1] w, float[32,32,1,1] v) =>"
         " (float[1,32,11,9] y, float[1,32,13,11] p, float[1,3168] z)"
@@ -72,7 +72,7 @@ def test_what_is_read_in_both_layouts() -> None:
 
 
 def test_a_large_operand_of_another_layout_stays() -> None:
-    """Addition to a tensor that no convolution made."""
+    """The other operand of the product is an input, which no convolution computed."""
     text = (
         "(float[1,16,11,9] x, float[1,32,11,9] r, float[32,16,1,1] w, float[32,32,1,1] v) => (float[1,32,11,9] y) {"
         " a = Conv(x, w)\n l = LeakyRelu(a)\n c = Mul(l, r)\n y = Conv(c, v) }"

@@ -1,4 +1,4 @@
-"""Passes have names, and the module after each can be written."""
+"""Passes have names, and the module after each pass can be written to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Concatenations become slices that kernels write and read in place, and results stay the same."""
+"""Concatenations become slices that kernels write and read directly, without a change of results."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_narrower_machines(name: str) -> None:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_parts_are_written_where_the_whole_has_them(name: str) -> None:
-    """Copies remain for parts that have a place elsewhere."""
+    """Copies remain only for parts that must also be elsewhere in memory."""
     text, copies = GRAPHS[name]
     calls = [call.kernel for call in carried("Region_0", network(text), detect()).compiled.plan.calls]
     assert not [kernel for kernel in calls if "concat" in kernel]
@@ -85,7 +85,7 @@ def test_parts_are_written_where_the_whole_has_them(name: str) -> None:
 
 
 def test_what_is_only_moved_stays_one_kernel() -> None:
-    """A rotation of halves, as in rotary embeddings: one pass over the tensor, with what follows."""
+    """The rotation of halves of rotary embeddings is one pass over the tensor, together with the product after it."""
     text = (
         "(float[1,128,64] x, float[1,128,64] c) => (float[1,128,64] y) <int64[1] o = {0}, int64[1] h = {32},"
         " int64[1] e = {64}, int64[1] a = {2}> { l = Slice(x, o, h, a)\n r = Slice(x, h, e, a)\n n = Neg(r)"

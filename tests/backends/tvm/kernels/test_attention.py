@@ -1,4 +1,5 @@
-"""softmax(f(q k)) v becomes one kernel, which computes what ONNX Runtime computes; what only looks like it does not."""
+"""softmax(f(q k)) v becomes one kernel with the results of ONNX Runtime. Similar graphs that are not attention do
+not."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ TRANSPOSED = """ a = Transpose<perm=[0,2,1,3]>(q)
 
 
 def heads(rows: int, keys: int, number: int, depth: int, width: int, middle: str, more: str = "") -> str:
-    """A graph of attention of so many heads, its operands [1, row, head, column]."""
+    """A graph of attention with this number of heads. Its operands are [1, row, head, column]."""
     return (
         f"(float[1,{rows},{number},{depth}] q, float[1,{keys},{number},{depth}] k,"
         f" float[1,{keys},{number},{width}] v1 {more}) => (float[1,{rows},{number},{width}] y)"
@@ -48,7 +49,7 @@ STACKED_END = " u = Softmax<axis=-1>(z) o = MatMul(u, v1) y = Transpose<perm=[0,
 
 
 def windows(middle: str, more: str, keys: int = 37) -> str:
-    """Attention in 6 windows of rows, 3 heads each; q, k and v are stacked in one tensor."""
+    """Attention in 6 windows of rows, with 3 heads each. q, k and v are parts of one tensor."""
     stacked = STACKED.replace("19", str(keys))
     return f"(float[6,{keys},3,3,16] x {more}) => (float[6,{keys},3,16] y) {stacked} {middle} {STACKED_END}".replace(
         "19", str(keys)
@@ -170,7 +171,7 @@ def kernels(text: str) -> list[str]:
 def both(
     model: onnx.ModelProto, given: Feeds, machine: Machine
 ) -> list[tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]]:
-    """What ONNX Runtime computes, and what TVM does."""
+    """The outputs of ONNX Runtime, and those of TVM."""
     with open_model(model.SerializeToString(), threads=1) as runtime:
         expected = runtime.run(given)
     with compiled(model, machine, threads=2) as lowered:
@@ -201,14 +202,14 @@ def test_transpositions_around_the_heads_disappear() -> None:
 @pytest.mark.parametrize("name", ["mask", "odd"])
 @pytest.mark.parametrize("cores", [1, 2, 7])
 def test_other_machines(name: str, cores: int) -> None:
-    """Registers of 8 floats, 16 of them; rows of three heads divided among any number of threads."""
+    """The target has 16 registers of 8 floats. Rows of three heads are divided among any number of threads."""
     model = network(FUSED[name])
     ((expected, found),) = both(model, feeds(model), detect(cpu="haswell", cores=cores))
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
 def test_masked_by_infinity() -> None:
-    """A key that is masked has no weight; a row that is masked is NaN, here as there."""
+    """A masked key gets no weight. The result of a fully masked row is NaN, as in ONNX Runtime."""
     model = network(FUSED["mask"])
     given = feeds(model)
     mask = np.zeros((1, 1, 24, 48), np.float32)
@@ -295,14 +296,14 @@ def test_tiles_fit_the_registers_and_cover_the_rows(
     assert 1 <= blocking.parts <= tiles
 
     def longest(parts: int) -> int:
-        """What the thread with the most to do does, in tiles: to pack keys takes as long as two."""
+        """The work of the busiest thread, in tiles. Packing the keys takes as long as two tiles."""
         return -(-number * parts // cores) * (2 + -(-tiles // parts))
 
     assert longest(blocking.parts) <= min(longest(1), longest(min(cores, tiles)))
 
 
 def test_rows_a_page_apart_do_not_push_each_other_out() -> None:
-    """32 heads of 32 are 4 KB: more than 8 rows of q would share a set of the first-level cache."""
+    """32 heads of 32 floats take 4 KB, so more than 8 rows of q would share a set of the first-level cache."""
 
     def workload(number: int) -> Attention:
         rows, keys = (1, 64, number, 32), (1, 32, number, 32)
@@ -343,7 +344,7 @@ def test_packing_keys_again_is_weighed_against_idle_threads() -> None:
 
 
 def test_rows_behind_the_last_are_not_stored() -> None:
-    """They would be those of another head, or of nothing."""
+    """The rows after the last one belong to another head, or lie outside of the result."""
 
     def guarded_if_needed(rows: int) -> bool:
         array, keys = Array((2, rows, 64), (0, 1, 2)), Array((2, 64, 32), (0, 1, 2))

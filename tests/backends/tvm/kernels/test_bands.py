@@ -1,4 +1,4 @@
-"""Inverted residuals, and depthwise convolutions with one neighbour, as one kernel each."""
+"""Inverted residuals, and depthwise convolutions with one neighbour, become one kernel each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def block(
     window: str = "3,3",
     end: str = "y = Identity(p)",
 ) -> str:
-    """x, expanded to `wide` channels, convolved and projected, with result p; and what follows."""
+    """A graph that expands x to `wide` channels, convolves and projects it to p, followed by the given nodes."""
     channels, results = int(image.split(",")[1]), int(out.split(",")[1])
     return (
         f"(float[{image}] x, float[{wide},{channels},1,1] w, float[{wide}] b, float[{wide},1,{window}] w1,"
@@ -130,8 +130,8 @@ def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("size", [3e38, np.inf])
 def test_infinities_stay_in_their_channel(size: float) -> None:
-    """Activations make them finite. Channels that only fill up vectors have weights of 0, and 0 times infinity is not a
-    number."""
+    """Activations turn infinities into finite numbers. The channels that only fill up vectors have weights of 0, and 0
+    times infinity would be NaN."""
     model = network(GRAPHS["channels that no vector divides"])
     x = np.random.default_rng(0).standard_normal((1, 23, 13, 10)).astype(np.float32)
     x[0, 3, 4, 5] = size

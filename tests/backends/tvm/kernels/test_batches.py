@@ -1,4 +1,4 @@
-"""Many small products as one kernel: what it computes, and where it is used."""
+"""Many small products become one kernel: its results, and when it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 
 def products(batch: str, sizes: tuple[int, int, int], more: str = "y = Identity(a)", inputs: str = "") -> str:
-    """Products of x and z, with result a, and what follows them. `sizes`: rows, terms and columns."""
+    """A graph of products of x and z with result a, followed by the given nodes. `sizes`: rows, terms and columns."""
     m, k, n = sizes
     return (
         f"(float[{batch},{m},{k}] x, float[{batch},{k},{n}] z{inputs}) => (float[{batch},{m},{n}] y) {{"
@@ -59,13 +59,13 @@ LEFT = {
 
 
 def kernels(text: str) -> list[str]:
-    """What is fused for vectors of 16 floats, whatever runs the tests."""
+    """The names of the kernels after fusion for vectors of 16 floats, on whatever processor the tests run."""
     module = fuse(import_model(network(text)), detect(cpu="skylake-avx512", cores=2))
     return [v.name_hint for v in module.functions if v.name_hint != "main"]
 
 
 def results(text: str, machine: Machine, feeds: dict[str, Array] | None = None) -> list[tuple[Array, Array]]:
-    """What ONNX Runtime computes, and what our kernels do."""
+    """The outputs of ONNX Runtime, and those of our kernels."""
     model = network(text)
     given = numbers(model) if feeds is None else feeds
     with open_model(model.SerializeToString(), threads=1) as runtime:
@@ -94,7 +94,7 @@ def test_left_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["windows", "odd everywhere"])
 def test_other_machines(name: str) -> None:
-    """Vectors of 8, 16 registers."""
+    """The target has 16 registers of 8 floats."""
     ((expected, found),) = results(FUSED[name], detect(cpu="haswell", cores=2))
     np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6 * float(np.abs(expected).max()))
 

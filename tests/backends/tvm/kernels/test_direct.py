@@ -1,4 +1,4 @@
-"""Convolutions with few channels in each group, with few channels at all, dilated, of one and of three dimensions."""
+"""Direct convolutions: with small groups, with few channels, dilated, and with one or three dimensions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.measures
 
 
 def conv(image: str, weights: str, out: str, attributes: str, end: str = "y = Identity(a)") -> str:
-    """x, convolved with a bias, with result a; and what follows."""
+    """A graph that convolves x with a bias to a, followed by the given nodes."""
     return (
         f"(float[{image}] x, float[{weights}] w, float[{weights.split(',')[0]}] b) => (float[{out}] y)"
         f" {{ a = Conv<{attributes}>(x, w, b) {end} }}"
@@ -115,7 +115,7 @@ def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pyt
     "name", ["groups of 5, a gate", "groups of 8 to 4, strides, a residual", "groups of 17"]
 )
 def test_what_is_not_finite_stays_in_its_group(name: str, size: float) -> None:
-    """Vectors have channels of other groups in lanes that are not used."""
+    """The unused lanes of a vector hold channels of other groups."""
     model = network(GRAPHS[name])
     shape = [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim]
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A depthwise convolution and the normalisation of its channels, as one kernel."""
+"""A depthwise convolution and the normalisation of its channels become one kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ ONE, TWO, EIGHT = detect(cores=1), detect(cores=2), detect(cores=8)
 def block(
     image: str, window: str, attributes: str, end: str = "t", norm: str = "axis=-1, epsilon=0.001"
 ) -> str:
-    """x, convolved with a bias (d), with channels last (t) and normalised (n); then n and `end`, added up."""
+    """A graph that convolves x with a bias (d), moves the channels last (t), normalises them (n), and adds `end` to
+    n."""
     channels = window.split(",")[0]
     return (
         f"(float[{image}] x, float[{window}] w, float[{channels}] b, float[{channels}] s, float[{channels}] z)"
@@ -128,7 +129,7 @@ def workload(channels: int, size: int, window: int = 7) -> Convolution:
 
 @pytest.mark.parametrize(("channels", "size"), [(96, 56), (192, 28), (384, 14), (768, 7)])
 def test_rows_that_cores_cannot_share_stay_apart(channels: int, size: int) -> None:
-    """Two kernels divide channels among cores where there are few rows."""
+    """If there are few rows, two kernels share the work better: they divide channels among cores."""
     wide = [replace(machine, lanes=16, registers=32) for machine in (ONE, TWO, EIGHT)]
     chosen = [direct_norm.best_blocking(workload(channels, size), machine) is not None for machine in wide]
     assert chosen == [True, size % 2 == 0, size == 56]

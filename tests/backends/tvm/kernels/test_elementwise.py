@@ -1,4 +1,4 @@
-"""Operators that TVM's importer lacks."""
+"""Element-wise operators that TVM's importer lacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLS = (
 
 
 def test_agree_with_onnx_runtime() -> None:
-    """Also for zeros, infinities and what is not a number."""
+    """The inputs include zeros, infinities and NaN."""
     outputs = ", ".join(f"float[3,6,19] y{n}" for n in range(len(CALLS)))
     nodes = "\n ".join(f"y{n} = {call}" for n, call in enumerate(CALLS))
     model = network(f"(float[3,6,19] x) => ({outputs}) {{ {nodes} }}")

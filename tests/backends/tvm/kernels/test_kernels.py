@@ -1,4 +1,4 @@
-"""Every kind of kernel computes what ONNX Runtime computes, whatever its sizes do to tiles and vectors."""
+"""Kernels of every kind have the results of ONNX Runtime, also for sizes that tiles and vectors do not divide."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def network(text: str) -> onnx.ModelProto:
 
 
 def numbers(model: onnx.ModelProto) -> dict[str, npt.NDArray[np.floating]]:
-    """The inputs of a model."""
+    """Random inputs of a model."""
     rng = np.random.default_rng(1)
     return {
         value.name: rng.standard_normal([d.dim_value for d in value.type.tensor_type.shape.dim]).astype(
@@ -284,7 +284,7 @@ def test_kernels_agree_with_onnx_runtime(name: str) -> None:
     ],
 )
 def test_long_sums_are_as_exact_as_those_of_onnx_runtime(text: str) -> None:
-    """Of terms of one sign, which an accumulator that takes all of them is off by most."""
+    """All terms have the same sign: for these, a single accumulator has the largest error."""
     model = network(text)
     feeds = {name: np.abs(value) for name, value in numbers(model).items()}
     for weight in model.graph.initializer:
@@ -313,7 +313,7 @@ def test_long_sums_are_as_exact_as_those_of_onnx_runtime(text: str) -> None:
     ],
 )
 def test_narrower_machines(name: str) -> None:
-    """A processor with registers of 8 floats, 16 of them."""
+    """The target has 16 registers of 8 floats."""
     machine = detect(cpu="haswell")
     assert (machine.lanes, machine.registers) == (8, 16)
     model = network(GRAPHS[name])
@@ -323,7 +323,7 @@ def test_narrower_machines(name: str) -> None:
 
 
 def kernels(name: str) -> dict[str, Any]:
-    """The kernels of a graph before they are scheduled, as modules of one function."""
+    """The kernels of a graph before scheduling, each as a module of one function."""
     module = fuse(import_model(network(GRAPHS[name])), detect())
     return {
         variable.name_hint: tvm().IRModule({"main": function.with_attr("global_symbol", "main")})
@@ -340,7 +340,8 @@ def kernels(name: str) -> dict[str, Any]:
      "Conv", "Conv, pointwise", "Conv, grouped, strided, weights given", "Conv, depthwise"],
 )  # fmt: skip
 def test_contractions_leave_a_choice(name: str) -> None:
-    """What is no contraction to us runs some ten times slower; a gate has two of one row."""
+    """A kernel that is not recognised as a contraction runs about ten times slower. A gate has two contractions, of one
+    row."""
     found = [n for n, mod in kernels(name).items() if choices(mod, detect())]
     assert len(found) == (2 if name == "gate" else 1)
 
@@ -351,7 +352,7 @@ def test_contractions_leave_a_choice(name: str) -> None:
 def test_odd_columns_are_computed_in_whole_vectors(
     name: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights have more columns in the kernel, and what leaves is cropped, with any tile."""
+    """The kernel's weights have additional columns, and the result is cropped, with every tile."""
     (found,) = (mod for n, mod in kernels(name).items() if "crop" in n)
     untuned = heuristic(found, detect())
     assert untuned is not None
@@ -398,7 +399,7 @@ def test_transposed_convolutions_are_blocked(name: str) -> None:
 
 
 def test_weights_of_phases_keep_their_type() -> None:
-    """ONNX Runtime has no transposed convolution of doubles to compare with."""
+    """Only the types are checked, because ONNX Runtime has no transposed convolution of doubles."""
     graph = "(double[1,3,5,5] x, double[3,2,2,2] w) => (double[1,2,10,10] y) { y = ConvTranspose<strides=[2,2]>(x, w) }"
     model = network(graph)
     given = {"x": np.random.default_rng(0).standard_normal((1, 3, 5, 5))}
@@ -431,7 +432,8 @@ def test_rows_that_are_prime_get_longer() -> None:
         assert pixels < width(pixels, 192) <= 1.15 * pixels
     assert 17 < width(17, 192, flat=True) < 20  # 17 * 17 has no better divisor than 17, but 8 of them have
     assert padded_width(Rows(8 * 17, 17, True), 192, 256, 576, MACHINE) == 17
-    # The first convolution of SqueezeNet has few products for each element of its image, that of Inception fewer tiles.
+    # The first convolution of SqueezeNet has few products for each element of its image. That of Inception has fewer
+    # tiles.
     assert padded_width(Rows(111, 111, False, 3 * 224 * 224), 64, 12, 27, MACHINE) == 111
     assert padded_width(Rows(149, 149, False, 3 * 299 * 299), 32, 12, 27, MACHINE) > 149
     for pixels in (7, 13, 14, 28, 56, 80, 112):
@@ -460,7 +462,7 @@ def test_depthwise_convolutions_alone_stay_channels_first() -> None:
 
 
 def test_rows_of_pointwise_convolutions_are_one_dimension() -> None:
-    """7 rows of 5 pixels are 35, in tiles of 7."""
+    """7 rows of 5 pixels are 35 rows of the product, in tiles of 7."""
     machine = detect(cpu="znver5")
     graph = "(float[1,24,7,5] x, float[48,24,1,1] w) => (float[1,48,7,5] y) { y = Conv(x, w) }"
     module = fuse(import_model(network(graph)), machine)
@@ -496,7 +498,7 @@ def test_activations_keep_what_is_not_a_number(name: str) -> None:
     with Tvm().compile(model.SerializeToString(), threads=1) as compiled:
         (found,) = compiled.run({"x": x})
     assert np.isnan(expected).any()
-    # A tile of the fast algorithms has all of them.
+    # With a fast algorithm, NaN spreads to the whole tile.
     assert np.isnan(np.asarray(found))[np.isnan(expected)].all()
 
 
@@ -505,7 +507,7 @@ def test_type() -> None:
 
 
 def test_constants_are_packed_once_when_the_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left to run is the product alone, and its weights are in panels."""
+    """The compiled model only computes the product, and its weights are stored in panels."""
     from tvm import relax
     from tvm.ir import GenericConst, GlobalVar
 

@@ -1,4 +1,4 @@
-"""The loops that are read off a blocking are those of the kernel: they multiply as often."""
+"""The loops that are derived from a blocking have as many multiplications as the kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.measures
 
 
 def consistent(loops: Sequence[Loop]) -> None:
-    """A turn of a loop is all turns of the next one; what the last turn of a tile computes too much counts."""
+    """Check that one iteration of a loop runs the whole next loop. The last iteration of a tile may compute too
+    much."""
     for outer, inner in itertools.pairwise(loops):
         assert outer.work <= inner.extent * inner.work * (1 + 1e-9)
         assert inner.extent * inner.work < 2 * outer.work + inner.work
@@ -30,7 +31,7 @@ def consistent(loops: Sequence[Loop]) -> None:
 
 
 def multiplications(workload: LayerWorkload, choice: KernelChoice) -> float:
-    """Of vectors, if nothing is padded."""
+    """The number of multiplications of vectors, without padding."""
     lanes = choice.blocking.tile.lanes if hasattr(choice.blocking, "tile") else choice.blocking.lanes  # type: ignore[union-attr]
     all_of_them = math.prod(workload.out) * workload.terms / lanes
     if isinstance(choice.blocking, winograd.WinogradBlocking):
@@ -54,7 +55,7 @@ def test_all_multiplications_are_in_the_loops(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "groups"])
 def test_what_fits_exactly_is_not_padded(name: str) -> None:
-    """The blocking that multiplies least does not multiply more than a fifth too much, but for odd sizes."""
+    """The blocking with the fewest multiplications has less than a fifth too many."""
     workload = FORMS[name]
     least = min(
         totals(loops)[-1] * loops[-1].work / multiplications(workload, choice)

@@ -1,4 +1,4 @@
-"""Pools compute what ONNX Runtime computes: borders, strides, gaps, odd sizes and channels."""
+"""Pools have the results of ONNX Runtime, for all kinds of borders, strides, dilations, sizes and channels."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def compare(text: str, machine: Machine, rtol: float = 2e-5) -> Any:
 
 @pytest.mark.parametrize("channels", [64, 24, 5])
 def test_pools_agree_with_onnx_runtime(channels: int) -> None:
-    """Channels that whole vectors divide, half vectors, and none."""
+    """The number of channels is divisible by a vector, by half a vector, or by neither."""
     compare(pools(channels, POOLS), detect())
 
 
@@ -83,7 +83,7 @@ def test_what_follows_a_pool_runs_on_its_registers() -> None:
 
 
 def test_infinities_beyond_the_border_are_not_seen() -> None:
-    """A tap that is left out has no part in a sum, whatever it would read."""
+    """A tap outside of the image must not enter the sum, whatever is in memory there."""
     model = network(
         "(float[1,16,5,5] x, float[16,16,1,1] w) => (float[1,16,5,5] y) {"
         " a = Conv(x, w)\n y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(a) }"
@@ -120,7 +120,7 @@ def test_pools_between_convolutions_keep_channels_last(pool: str) -> None:
     ],
 )
 def test_pools_that_onnx_runtime_takes_for_other_windows(node: str, reason: str) -> None:
-    """ONNX Runtime counts windows of such pools in its own way, or begins them behind the first pixels."""
+    """For such pools, ONNX Runtime counts the windows differently, or starts them after the first pixels."""
     rank = node.count(",", 0, node.index("]")) + 1
     size = ",".join(["1", "3", *["12"] * (rank - 1), "2"])
     model = network(f"(float[{size}] x) => (float[{','.join('abcdefg'[: rank + 2])}] y) {{ y = {node}(x) }}")

@@ -1,4 +1,4 @@
-"""Pools of images with channels first compute what ONNX Runtime computes, also of infinities and NaN."""
+"""Pools of images with channels first have the results of ONNX Runtime, also for infinities and NaN."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MORE = (
 
 
 def compare(pools: tuple[str, ...], machine: Machine, *images: npt.NDArray[np.float32]) -> None:
-    """Compare pools that all read one image with those of ONNX Runtime."""
+    """Compare pools that all read the same image with those of ONNX Runtime."""
     count, channels, height, width = images[0].shape
     outputs = ", ".join(f"float[{count},{channels},p{n},q{n}] y{n}" for n in range(len(pools)))
     nodes = "\n ".join(f"y{n} = {pool}(x)" for n, pool in enumerate(pools))
@@ -47,7 +47,8 @@ def image(*shape: int) -> npt.NDArray[np.float32]:
 
 @pytest.mark.parametrize(("size", "first"), [((12, 16), 0), ((33, 35), 1)])
 def test_agrees_with_onnx_runtime(size: tuple[int, int], first: int) -> None:
-    """Widths that vectors divide, and others; more than one image. Half of the pools each."""
+    """Some widths are divisible by vectors, and there may be several images. Each of the two cases tests half of the
+    pools."""
     compare((*POOLS[first::2], *MORE[first::2]), detect(), image(2, 3, *size))
 
 
@@ -61,12 +62,12 @@ def test_narrower_machines(cpu: str) -> None:
 
 
 def test_many_rows_in_parallel() -> None:
-    """Rows that cores share, of which no block of rows is a divisor."""
+    """Cores share rows whose number is not divisible by a block of rows."""
     compare((POOLS[2], POOLS[8]), detect(cores=2), image(1, 1, 147, 200))
 
 
 def test_infinities_and_nan() -> None:
-    """Windows of -inf alone as well. The width is one that ONNX Runtime computes in vectors."""
+    """Some windows contain only -inf. ONNX Runtime computes this width in vectors."""
     found, rng = image(2, 3, 20, 64), np.random.default_rng(1)
     found[rng.random(found.shape) < 0.02] = np.inf
     found[rng.random(found.shape) < 0.05] = -np.inf

@@ -1,4 +1,4 @@
-"""Products of rows with constant weights as one kernel: what it computes, and where it is used."""
+"""Products of rows with constant weights become one kernel: its results, and when it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 
 def product(x: str, weights: str, out: str, more: str = "y = Identity(a)", inputs: str = "") -> str:
-    """A product of x with w, with result a, and what follows it."""
+    """A graph of a product of x with w with result a, followed by the given nodes."""
     return f"(float[{x}] x, float[{weights}] w{inputs}) => (float[{out}] y) {{ a = MatMul(x, w) {more} }}"
 
 
@@ -71,7 +71,7 @@ def kernels(text: str, machine: Machine | None = None) -> list[str]:
 
 
 def results(text: str, machine: Machine, feeds: dict[str, Array] | None = None) -> list[tuple[Array, Array]]:
-    """What ONNX Runtime computes, and what our kernels do."""
+    """The outputs of ONNX Runtime, and those of our kernels."""
     model = network(text)
     given = numbers(model) if feeds is None else feeds
     with open_model(model.SerializeToString(), threads=1) as runtime:
@@ -81,7 +81,7 @@ def results(text: str, machine: Machine, feeds: dict[str, Array] | None = None) 
 
 
 def assert_close(expected: Array, found: Array) -> None:
-    """Rounding in single precision, and no more."""
+    """Check that results differ only by rounding in single precision."""
     assert found.shape == expected.shape
     scale = float(np.abs(expected).max())
     np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6 * scale)
@@ -108,7 +108,7 @@ def test_left_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ["odd columns", "rows of two dimensions", "bias and activation"])
 @pytest.mark.parametrize("cores", [1, 7])
 def test_other_machines(name: str, cores: int) -> None:
-    """Vectors of 8, 16 registers; panels and rows divided among any number of threads."""
+    """The target has 16 registers of 8 floats. Panels and rows are divided among any number of threads."""
     ((expected, found),) = results(FUSED[name], detect(cpu="haswell", cores=cores))
     assert_close(expected, found)
 
@@ -126,7 +126,7 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 
 
 def test_long_sums_are_exact() -> None:
-    """Chunks keep the error of 4,000 terms near that of a pairwise sum."""
+    """Summation in chunks keeps the error of 4,000 terms near that of a pairwise sum."""
     text = product("4,4001", "4001,40", "4,40")
     model = network(text)
     given = numbers(model)

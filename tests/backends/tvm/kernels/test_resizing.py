@@ -1,4 +1,4 @@
-"""Resize computes what ONNX Runtime computes: modes, sizes, both layouts."""
+"""Resize has the results of ONNX Runtime, for all modes, several sizes, and both layouts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NEAREST = [
     for place in (*PLACES, "tf_half_pixel_for_nn")
     for rounding in ROUNDINGS
 ]
-# From 6 x 10: whole factors, other ratios, and long periods, larger and smaller.
+# Results of an image of 6 x 10: whole factors, other ratios, and ratios with long periods, larger and smaller.
 SIZES = ((12, 20), (18, 40), (6, 10), (3, 5), (9, 15), (1, 1), (7, 97), (5, 3))
 
 
 def compare(wanted: Sequence[tuple[str, tuple[int, int]]], machine: Machine, last: bool) -> None:
-    """Compare results of these attributes and sizes, of an image with channels first or `last`."""
+    """Compare results for these attributes and sizes. The image has channels first or, with `last`, last."""
     wanted = [
         (a, size) for a, size in wanted if "align_corners" not in a or size != (1, 1)
     ]  # TVM divides by zero
@@ -73,7 +73,7 @@ def test_narrower_machines(cpu: str) -> None:
 
 
 def test_periods() -> None:
-    """Results that repeat are found, with the exceptions at the borders."""
+    """Repeating coefficients are recognised, with their exceptions at the borders."""
     doubled = linear(40, 80, "half_pixel")
     assert doubled.period == (1, 2)
     assert doubled.repeated() == (1, 38)

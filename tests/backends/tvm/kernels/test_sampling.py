@@ -1,4 +1,4 @@
-"""GridSample computes what ONNX Runtime computes, also far outside of the image."""
+"""GridSample has the results of ONNX Runtime, also far outside of the image."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODES = [
 
 
 def grid(count: int, height: int, width: int, image: tuple[int, int]) -> npt.NDArray[np.float32]:
-    """Places in and around an image: pixels' middles and borders, also; some far away."""
+    """Positions in and around an image. They include the centres and borders of pixels, and positions far away."""
     found = np.random.default_rng(0).uniform(-1.7, 1.7, (count, height * width, 2)).astype(np.float32)
     ties = [(np.arange(2 * n + 1) / n - 1).astype(np.float32) for n in reversed(image)]
     for axis, values in enumerate(ties):
@@ -34,7 +34,7 @@ def grid(count: int, height: int, width: int, image: tuple[int, int]) -> npt.NDA
 
 
 def compare(shape: tuple[int, ...], places: tuple[int, int], modes: list[str], machine: Machine) -> None:
-    """Compare modes, for an image of this shape, also with elements that are no finite numbers."""
+    """Compare modes for an image of this shape. Some of its elements are not finite."""
     (count, channels, *image), (height, width) = shape, places
     outputs = ", ".join(f"float[{count},{channels},{height},{width}] y{n}" for n in range(len(modes)))
     nodes = "\n ".join(f"y{n} = GridSample<{attributes}>(x, g)" for n, attributes in enumerate(modes))
@@ -78,7 +78,8 @@ def test_narrower_machines(cpu: str) -> None:
 
 @pytest.mark.parametrize("mode", [*MODES[1::2], 'mode="cubic", padding_mode="border"', 'mode="cubic"'])
 def test_places_that_cannot_be_counted(mode: str) -> None:
-    """They are that of -1, as in ONNX Runtime, and those that only TVM cannot count are beyond the border."""
+    """ONNX Runtime treats positions that no integer can hold as -1. Those that only TVM's integers cannot hold count as
+    outside."""
     model = network(
         f"(float[1,5,4,4] x, float[1,2,9,2] g) => (float[1,5,2,9] y) {{ y = GridSample<{mode}>(x, g) }}"
     )

@@ -1,4 +1,4 @@
-"""CumSum and TopK compute what ONNX Runtime computes, also in a library of kernels."""
+"""CumSum and TopK have the results of ONNX Runtime, also in a library of kernels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from xrlflow.backends.tvm.lowering.importer import import_model
 pytestmark = pytest.mark.measures
 
 KINDS = {"float": np.float32, "double": np.float64, "int32": np.int32, "int64": np.int64}
-# Rows alone, rows of images, and neighbours: fewer and more than vectors, with a rest.
+# Single rows, rows of images, and columns: fewer and more than a vector, and not divisible by one.
 SHAPES = ((11,), (3, 21), (19, 7), (2, 5, 3), (2, 9, 83), (1, 6, 16))
 
 
 def drawn(shape: tuple[int, ...], kind: str) -> npt.NDArray[np.generic]:
-    """Whole numbers, so that sums are exact and some are equal."""
+    """Random whole numbers. Sums of them are exact, and some of them are equal."""
     return np.random.default_rng(2).integers(-9, 10, shape).astype(KINDS[kind])
 
 
@@ -75,7 +75,8 @@ def test_running_sums_of_infinities_and_zeros() -> None:
 @pytest.mark.parametrize("kind", ["float", "int32"])
 @pytest.mark.parametrize("shape", whole([(40,), (3, 37), (2, 33, 5)], [(2, 33, 5)]), ids=str)
 def test_greatest(shape: tuple[int, ...], kind: str) -> None:
-    """Each axis, both directions, one element to all of them; ties are in the order of their indices."""
+    """Along each axis, in both directions, from one element to all. Equal elements are in the order of their
+    indices."""
     x = drawn(shape, kind)
     nodes, outputs, given, order = [], [], [], []
     for axis in range(len(shape)):
@@ -131,7 +132,7 @@ def test_no_number_is_the_greatest_whatever_its_sign() -> None:
 
 
 def test_in_a_library_of_kernels(tmp_path: Path) -> None:
-    """Neither calls a function of TVM's runtime."""
+    """Neither operator calls a function of TVM's runtime."""
     model = network(
         "(float[4,40] x) => (float[4,3] y, int64[4,3] i) <int64[1] k = {3}, int64 a = {1}> {"
         " e = Exp(x)\n c = CumSum(e, a)\n y, i = TopK(c, k) }"

@@ -1,4 +1,4 @@
-"""3x3 convolutions with fewer multiplications: what they compute, how they round, and where they are used."""
+"""3x3 convolutions with fewer multiplications: their results, their rounding errors, and when they are used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Array = npt.NDArray[Any]
 
 
 def conv(image: str, weights: str, out: str, more: str = "", attributes: str = "pads=[1,1,1,1]") -> str:
-    """A convolution of x with w, with result c, and what follows it."""
+    """A graph of a convolution of x with w with result c, followed by the given nodes."""
     return (
         f"(float[{image}] x, float[{weights}] w) => (float[{out}] y) {{ c = Conv<{attributes}>(x, w) "
         f"{more or 'y = Identity(c)'} }}"
@@ -53,7 +53,7 @@ def kernels(text: str, algorithm: Algorithm = Algorithm.F23) -> list[str]:
 def results(
     model: onnx.ModelProto, algorithm: Algorithm, machine: Machine, feeds: dict[str, Array] | None = None
 ) -> tuple[Array, Array]:
-    """What ONNX Runtime computes, and what our kernels do."""
+    """The outputs of ONNX Runtime, and those of our kernels."""
     given = numbers(model) if feeds is None else feeds
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (expected,) = runtime.run(given)
@@ -63,7 +63,7 @@ def results(
 
 
 def assert_close(expected: Array, found: Array) -> None:
-    """Rounding in single precision, and no more."""
+    """Check that results differ only by rounding in single precision."""
     assert found.shape == expected.shape
     scale = float(np.abs(expected).max())
     np.testing.assert_allclose(found, expected, rtol=0, atol=8e-6 * scale)
@@ -71,7 +71,8 @@ def assert_close(expected: Array, found: Array) -> None:
 
 @pytest.mark.parametrize("m", [2, 4])
 def test_the_transforms_make_a_convolution(m: int) -> None:
-    """Winograd's identity: results of (weights x kernel) * (pixels x data) are the correlation."""
+    """Winograd's identity: transforming (weights x kernel) * (pixels x data) gives the correlation of pixels with the
+    kernel."""
     rng = np.random.default_rng(0)
     data, kernel, t = rng.standard_normal(m + 2), rng.standard_normal(3), transforms(m)
     np.testing.assert_allclose(
@@ -126,7 +127,7 @@ def test_steps_are_part_of_the_kernel(name: str) -> None:
 @pytest.mark.parametrize("algorithm", whole(FAST, FAST[1:]), ids=lambda a: a.name)
 @pytest.mark.parametrize("name", ["odd sizes and a batch", "channels that no vector divides"])
 def test_other_machines(name: str, algorithm: Algorithm) -> None:
-    """Registers of 8 floats, 16 of them; panels divided among 5 threads."""
+    """The target has 16 registers of 8 floats. Panels are divided among 5 threads."""
     model = network(GRAPHS[name])
     assert_close(*results(model, algorithm, detect(cpu="haswell", cores=5)))
 
@@ -152,7 +153,7 @@ def test_left_alone(name: str) -> None:
 
 
 def test_what_is_read_elsewhere_is_no_step() -> None:
-    """The sum before the activation is an output, too: the kernel ends there."""
+    """The sum before the activation is an output, too, so the kernel must end there."""
     text = conv("1,32,12,12", "32,32,3,3", "1,32,12,12", "d = Add(x, c) y = Relu(d)").replace(
         "12] y)", "12] y, float[1,32,12,12] d)"
     )
@@ -169,7 +170,7 @@ def test_what_is_read_elsewhere_is_no_step() -> None:
 @pytest.mark.parametrize("name", ["odd sizes and a batch", "groups", *STEPPED])
 @pytest.mark.parametrize("value", whole([np.nan, np.inf, -np.inf, 1e37], (np.nan, 1e37)))
 def test_what_is_not_finite_spreads_as_in_plain_sums(name: str, algorithm: Algorithm, value: float) -> None:
-    """In the corners of tiles, at the border of the image, and where transforms overflow."""
+    """The infinities and NaN are in the corners of tiles, at the border of the image, and where transforms overflow."""
     model = network(GRAPHS[name])
     given = numbers(model)
     image = given["x"]
@@ -187,7 +188,7 @@ def test_what_is_not_finite_spreads_as_in_plain_sums(name: str, algorithm: Algor
 
 
 def convolved(image: Array, weights: Array) -> Array:
-    """A convolution padded by 1, in double precision."""
+    """A 3x3 convolution with padding 1, in double precision."""
     wide = np.pad(image, ((0, 0), (0, 0), (1, 1), (1, 1))).astype(np.float64)
     windows = np.lib.stride_tricks.sliding_window_view(wide, (3, 3), axis=(2, 3))
     return np.asarray(np.einsum("ncyxij,kcij->nkyx", windows, weights.astype(np.float64), optimize=True))
@@ -195,7 +196,8 @@ def convolved(image: Array, weights: Array) -> Array:
 
 @pytest.mark.parametrize("algorithm", FAST, ids=lambda a: a.name)
 def test_errors_are_those_of_the_kernels(algorithm: Algorithm) -> None:
-    """The estimate, from some tiles computed in numpy, is that of the kernel over the direct one."""
+    """The estimate, from some tiles in NumPy, must match the ratio of the kernel's error to that of the direct
+    kernel."""
     model = network(conv("1,64,40,40", "64,64,3,3", "1,64,40,40"))
     (weights,) = (onnx.numpy_helper.to_array(t) for t in model.graph.initializer)
     given = numbers(model)
@@ -213,7 +215,7 @@ SOBEL = np.array([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]], np.float32)
 
 
 def gradients(channels: int, columns: int) -> Array:
-    """Weights that take differences of pixels, with a factor for each channel."""
+    """Weights that compute differences of pixels, with a factor for each channel."""
     factors = np.random.default_rng(0).standard_normal((channels, columns))
     return np.asarray(np.einsum("ij,ck->ijck", SOBEL, factors), np.float32)
 
@@ -226,7 +228,8 @@ def in_one_channel() -> Array:
 
 @pytest.mark.parametrize("weights", [gradients(32, 64), in_one_channel()], ids=["all", "one"])
 def test_differences_of_pixels_stay_plain(weights: Array) -> None:
-    """F(4,3) rounds 6 to 20 times as much as plain sums where sums are small, in one output channel or in all."""
+    """Sums of differences are small, so F(4,3) has 6 to 20 times the error of plain sums, in one output channel or in
+    all."""
     (found,) = relative_errors(weights, 4)
     assert found.channel > WORST_CHANNEL
     model = network(conv("1,32,12,12", "64,32,3,3", "1,64,12,12"))
@@ -256,7 +259,7 @@ def test_errors_on_smooth_images_are_those_of_the_kernels() -> None:
 @pytest.mark.parametrize("algorithm", whole(FAST, FAST[1:]), ids=lambda a: a.name)
 @pytest.mark.parametrize("kind", ["one large pixel", "alternating signs", "smooth"])
 def test_no_error_is_beyond_the_bound(algorithm: Algorithm, kind: str) -> None:
-    """The bound of the direct kernel, times what the transforms add to magnitudes."""
+    """The bound is that of the direct kernel, times the growth of magnitudes in the transforms."""
     model = network(conv("1,32,24,24", "32,32,3,3", "1,32,24,24"))
     (weights,) = (onnx.numpy_helper.to_array(t) for t in model.graph.initializer)
     given = numbers(model)
@@ -277,7 +280,7 @@ def test_no_error_is_beyond_the_bound(algorithm: Algorithm, kind: str) -> None:
 
 
 def test_an_outlier_channel_counts() -> None:
-    """Weights of one input channel that are much larger: the estimate is made with them."""
+    """One input channel has much larger weights. The estimate must take them into account."""
     rng = np.random.default_rng(0)
     usual = rng.standard_normal((3, 3, 32, 32)).astype(np.float32)
     spiked = usual.copy()
@@ -321,7 +324,7 @@ def test_choices_stay_within_the_budget(
 
 
 def test_no_estimate_holds_for_every_image() -> None:
-    """F(2,3) rounds less than the direct kernel for usual pixels, but more where most are zero."""
+    """F(2,3) has a smaller error than the direct kernel for usual pixels, but a larger one if most pixels are zero."""
     model = network(conv("1,16,40,40", "16,16,3,3", "1,16,40,40"))
     (weights,) = (onnx.numpy_helper.to_array(t) for t in model.graph.initializer)
     (estimated,) = relative_errors(weights.transpose(2, 3, 1, 0), 2)
@@ -341,7 +344,7 @@ def test_no_estimate_holds_for_every_image() -> None:
 
 @pytest.mark.parametrize("weight", [np.nan, 3e38])
 def test_what_cannot_be_estimated_is_no_choice(weight: float) -> None:
-    """Errors that are not numbers would make every sum of shares pass."""
+    """NaN as an error would satisfy every limit of a sum of errors."""
     model = network(GRAPHS["plain"])
     (tensor,) = model.graph.initializer
     weights = onnx.numpy_helper.to_array(tensor).copy()
@@ -360,7 +363,7 @@ def test_what_cannot_be_estimated_is_no_choice(weight: float) -> None:
 
 
 def test_every_group_is_estimated() -> None:
-    """The second group has weights in one corner only: the direct kernel sums up a ninth of the terms."""
+    """The second group has weights only in one corner, so its direct kernel adds up a ninth of the terms."""
     rng = np.random.default_rng(0)
     weights = rng.standard_normal((3, 3, 32, 64)).astype(np.float32)
     (before,) = relative_errors(weights, 4)

@@ -1,4 +1,4 @@
-"""Small models, each of which is a region of one library of kernels.
+"""Small models, each of which becomes a region of one library of kernels.
 
 `python -m tests.backends.tvm.library.carried FOLDER` writes them for `in_a_runtime.py`.
 """
@@ -29,11 +29,11 @@ from xrlflow.onnxio.regions import Region, region_of, with_functions
 
 
 def numbers(*shape: int) -> str:
-    """An initializer's text: its shape, and numbers of a sane size."""
+    """The text of an initializer: its shape, and numbers of moderate size."""
     return ", ".join(str(round(math.sin(i), 3)) for i in range(math.prod(shape)))
 
 
-# The oldest ONNX Runtime that loads libraries of kernels takes this version of the format and of the operators.
+# The oldest ONNX Runtime that loads libraries of kernels supports these versions of the format and of the operators.
 _HEAD = '<ir_version: 8, opset_import: ["": 17]> agraph '
 TEXTS = {
     "sum": "(float[4,8] x, float[4,8] other) => (float[4,8] y) { a = Add(x, other) y = Relu(a) }",
@@ -67,13 +67,13 @@ TEXTS = {
     " { a = Conv<pads = [1, 1, 1, 1]>(x, w, b) c = Relu(a)"
     " y = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(c) }",
 }  # fmt: skip
-# The sizes that kernels are compiled for, where the model says none.
+# Kernels are compiled for these sizes where the model has a symbolic one.
 SIZES = {"N": 3}
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A model, and the same with its graph as a region."""
+    """A model, and its whole graph as a compiled region."""
 
     plain: ModelProto
     region: Region
@@ -106,13 +106,13 @@ def carried(name: str, model: ModelProto, machine: Machine, *, weights_as_inputs
 
 
 def built(models: Mapping[str, ModelProto], machine: Machine) -> tuple[KernelLibrary, dict[str, Carried]]:
-    """The models, and the library that has all their kernels."""
+    """Compile the models. Returns the library with all their kernels, and the compiled models."""
     made = {name: carried(f"Region_{i}", model, machine) for i, (name, model) in enumerate(models.items())}
     return kernel_library({m.name: m.compiled for m in made.values()}, machine), made
 
 
 def all_built(cpu: str | None = None, triple: str | None = None) -> tuple[KernelLibrary, dict[str, Carried]]:
-    """All models of `TEXTS`, for this processor or another."""
+    """Compile all models of `TEXTS`, for this processor or the given one."""
     return built({name: parsed(text) for name, text in TEXTS.items()}, detect(cpu, 2, triple))
 
 
@@ -134,7 +134,7 @@ def feeds_of(model: ModelProto, seed: int = 0) -> dict[str, Array]:
 
 
 def for_another_processor(library: KernelLibrary) -> KernelLibrary:
-    """The same library, as if its kernels needed an instruction that no processor has."""
+    """The same library, but it claims to need an instruction that no processor has."""
     start = "xrlflow_features[] = {"
     assert start in library.tables
     return replace(library, tables=library.tables.replace(start, f'{start}"imaginary", '))
@@ -150,7 +150,7 @@ def save_all(folder: Path, library: KernelLibrary, made: Mapping[str, Carried]) 
 
 
 def with_another_body(made: Carried, domain: str) -> ModelProto:
-    """A model whose kernels compute something else than its body."""
+    """A model whose kernels compute something else than the nodes of its function."""
     model = made.function(domain)
     model.functions[0].node[-1].op_type = "Sigmoid"
     return model

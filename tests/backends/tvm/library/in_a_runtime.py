@@ -1,6 +1,6 @@
 """Checks a folder that `python -m tests.backends.tvm.library.carried` wrote with the ONNX Runtime of this environment.
 
-Needs ONNX Runtime and NumPy, and nothing of this project: `make test-runtimes` runs it with old and new ones.
+It needs only ONNX Runtime and NumPy: `make test-runtimes` runs it with old and new versions of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import onnxruntime as ort
 
 OLD = tuple(map(int, ort.__version__.split(".")[:2])) < (1, 17)
-"""It loads libraries of kernels, and runs the models without them."""
+"""Whether this ONNX Runtime loads libraries of kernels, but runs the models without them."""
 CLOSE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 
 
@@ -43,7 +43,7 @@ def close(a: list[Any], b: list[Any]) -> None:
 
 
 def fails(running: Any, feeds: dict[str, Any], text: str) -> None:
-    """The run must raise an error with this text (a regular expression)."""
+    """Check that the run raises an error with this text (a regular expression)."""
     said = "no error"
     try:
         running.run(None, feeds)
@@ -53,7 +53,10 @@ def fails(running: Any, feeds: dict[str, Any], text: str) -> None:
 
 
 def check_results(folder: Path, name: str) -> None:
-    """With the library the same numbers as the plain model. Without, or with one that does not fit, the same bits."""
+    """Compare a model's results with those of the plain model.
+
+    They must be close with the library of kernels, and identical without it or with a library that does not fit.
+    """
     file, library = folder / f"{name}.onnx", folder / "kernels.so"
     feeds = dict(np.load(folder / f"{name}.npz"))
     expected = session(folder / f"{name}.plain.onnx").run(None, feeds)
@@ -73,7 +76,8 @@ def check_results(folder: Path, name: str) -> None:
 
 
 def check_errors(folder: Path) -> None:
-    """Sizes that were not compiled, and an index outside its table. The session can be used afterwards."""
+    """Check the errors for sizes that were not compiled and for an index outside of its table. The session must remain
+    usable."""
     for name, changed, text in (
         ("symbolic", {"x": np.ones((5, 8), np.float32), "other": np.ones((5, 8), np.float32)}, r"\[3, 8\]"),
         ("gather", {"index": np.array([0, 1, 6, 2], np.int64)}, "index 6 .*outside of its table"),
@@ -86,7 +90,8 @@ def check_errors(folder: Path) -> None:
 
 
 def check_kernels_run(folder: Path) -> None:
-    """The body of this model is another than its kernels: their results must differ."""
+    """Check that kernels run: this model's kernels compute something else than its function, so the results must
+    differ."""
     feeds = dict(np.load(folder / "symbolic.npz"))
     body = session(folder / "other-body.onnx").run(None, feeds)[0]
     kernels = session(folder / "other-body.onnx", folder / "kernels.so").run(None, feeds)[0]

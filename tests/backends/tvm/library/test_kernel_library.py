@@ -40,7 +40,7 @@ from xrlflow.onnxio.regions import region_of, with_functions
 pytestmark = pytest.mark.measures
 
 NAME = "it's \"quoted\" \\back\\ %s %n ??/ ??' é 漢字 \x07\x1b"
-"""A name that C, `printf` and a terminal would read otherwise."""
+"""A name with characters that C, `printf` or a terminal would interpret."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 @pytest.fixture(scope="module")
 def another(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A library with one model whose names are hard to write."""
+    """A library with one model whose names contain special characters."""
     text = "(float[N,8] x, int64[4] index) => (float[4,8] y) { a = Relu(x) y = Gather<axis = 0>(a, index) }"
     model = parsed(text)
     model.graph.input[0].name = model.graph.node[0].input[0] = NAME
@@ -120,7 +120,7 @@ def test_a_file_computes_the_same_with_and_without_its_library(kernels: Built, n
 
 
 def test_kernels_run_where_the_library_is_registered(kernels: Built) -> None:
-    """Otherwise the other tests would compare the body with itself."""
+    """Otherwise the other tests would compare the functions' nodes with themselves."""
     made = with_another_body(kernels.models["symbolic"], kernels.library.domain)
     plain, feeds = kernels.models["symbolic"].plain, feeds_of(kernels.models["symbolic"].plain)
     expected = session(plain).run(None, feeds)
@@ -142,7 +142,7 @@ def test_threads_and_execution_modes(kernels: Built, threads: int, mode: Any) ->
 
 
 def test_regions_that_run_at_the_same_time(kernels: Built) -> None:
-    """Two regions of one graph, side by side."""
+    """The graph has two regions that do not depend on each other."""
     text = (
         "(float[64,96] x) => (float[64,64] y)"
         f" <float[96,64] w = {{{numbers(96, 64)}}}>"
@@ -169,7 +169,7 @@ def test_regions_that_run_at_the_same_time(kernels: Built) -> None:
 
 
 def test_weights_as_inputs(tmp_path: Path) -> None:
-    """The body reads the weights of the model. Kernels have their own."""
+    """The function's nodes read the weights of the model. Kernels have copies of their own."""
     machine = detect(None, 2, None)
     names = ("conv", "matmul", "reshape")
     made = {n: carried(f"Region_{n}", parsed(TEXTS[n]), machine, weights_as_inputs=True) for n in names}
@@ -275,7 +275,7 @@ def test_names_in_errors(another: Built) -> None:
 
 
 def test_an_error_of_a_kernel_is_the_error_of_the_run(kernels: Built, tmp_path: Path) -> None:
-    """Kernels compare the tensors that they get with those they were compiled for."""
+    """Kernels compare the sizes of their tensors with those that they were compiled for."""
     number = list(kernels.models).index("sum")
     before = f"r{number}_tensors[] = {{\n  {{INPUT, 0u, 2, 32,"
     assert before in kernels.library.tables
@@ -300,7 +300,7 @@ def test_registering_again_changes_nothing(kernels: Built, another: Built) -> No
 
 
 def test_a_library_has_a_domain_of_its_own(kernels: Built, another: Built) -> None:
-    """With the library of another model, the body runs."""
+    """With the library of another model, ONNX Runtime runs the function's nodes."""
     assert kernels.library.domain != another.library.domain
     feeds = feeds_of(kernels.models["conv"].plain)
     expected = session(kernels.models["conv"].plain).run(None, feeds)
@@ -333,7 +333,7 @@ def test_runs_at_the_same_time(kernels: Built) -> None:
 
 
 def test_memory_is_given_back(tmp_path: Path) -> None:
-    """A session has 4 MB for values between kernels, which are released with it."""
+    """A session has 4 MB for values between kernels. They are released together with the session."""
     text = (
         "(float[1024,1024] x) => (float[1024,1024] y)"
         " { a = Softmax(x) b = Transpose(a) c = Softmax(b) y = Transpose(c) }"
@@ -354,7 +354,8 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
 
 
 class AnotherRuntime:
-    """The library of ONNX Runtime's package, which is not the one in its Python module. Functions go by number."""
+    """The library of ONNX Runtime's package, not that of its Python module. Its functions are called by their
+    numbers."""
 
     def __init__(self, file: Path) -> None:
         self.loaded = ctypes.CDLL(str(file))
@@ -369,7 +370,7 @@ class AnotherRuntime:
             raise AssertionError(text.decode())
 
     def made(self, number: int, *given: Any) -> ctypes.c_void_p:
-        """The object that a function makes in its last argument."""
+        """Call a function that creates an object and stores it in its last argument. Returns the object."""
         found = ctypes.c_void_p()
         self.call(number, *given, ctypes.c_void_p(ctypes.addressof(found)))
         return found
@@ -408,7 +409,7 @@ def test_cloned_options_and_a_second_runtime_in_the_process(kernels: Built, tmp_
 
 
 def run_in(other: AnotherRuntime, opened: ctypes.c_void_p, feeds: Mapping[str, Array]) -> Array:
-    """Output y of a model with float inputs, of the shape of its inputs."""
+    """The output y of a model whose inputs are floats and have the shape of y."""
     memory = other.made(69, ctypes.c_int(0), ctypes.c_int(0))
     values = []
     for array in feeds.values():
@@ -491,7 +492,7 @@ def test_without_a_compiler(kernels: Built, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_library_needs_nothing_but_the_c_library(kernels: Built) -> None:
-    """Neither TVM nor ONNX Runtime, and it shows one name only."""
+    """It uses neither TVM nor ONNX Runtime, and it exports only one name."""
     with kernels.path.open("rb") as file:
         content = file.read()
     assert b"libtvm" not in content
@@ -523,7 +524,7 @@ def test_what_needs_the_runtime_of_tvm_is_refused() -> None:
 
 
 def test_a_kernel_that_needs_the_runtime_of_tvm_is_refused() -> None:
-    """It calls a function by name, which shows in its code only."""
+    """The kernel calls a function by its name, which only its code shows."""
     from tvm import te, tirx
 
     x = te.placeholder((4,), "float32", "x")
@@ -539,7 +540,7 @@ def test_a_kernel_that_needs_the_runtime_of_tvm_is_refused() -> None:
 
 
 def test_an_input_of_any_number_of_dimensions_is_refused() -> None:
-    """The file has to run for all of them, as the model does."""
+    """Like the model, the compiled file would have to run for any number of dimensions."""
     model = parsed(TEXTS["symbolic"])
     sizes = {"x": (3, 8), "other": (3, 8)}
     assert hybrid(model, sizes, detect(None, 2, None)).regions
@@ -550,7 +551,7 @@ def test_an_input_of_any_number_of_dimensions_is_refused() -> None:
 
 @pytest.mark.parametrize("opset", [11, 13, 17, 20])
 def test_kernels_of_a_model_of_an_older_opset(opset: int, tmp_path: Path) -> None:
-    """Axes and sizes that are attributes there; the file with kernels has the model's opset, too."""
+    """In an older opset, axes and sizes are attributes. The file with kernels keeps the model's opset."""
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     axes = {"axes": [1]} if opset < 18 else {}

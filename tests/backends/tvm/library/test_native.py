@@ -1,4 +1,4 @@
-"""Libraries of kernels in a host of their own: with sanitizers, under valgrind, and for another processor."""
+"""Libraries of kernels in a host program of these tests: with sanitizers, under valgrind, and for another processor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ cross = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def kernels() -> tuple[KernelLibrary, dict[str, Carried]]:
-    """For a processor that valgrind knows."""
+    """The library and its models, compiled for a processor that valgrind supports."""
     return all_built("haswell" if X86 and not lacking("x86_64-linux-gnu", "haswell") else None)
 
 
@@ -57,7 +57,7 @@ def _number(file: io.BytesIO, *values: int) -> None:
 
 
 def calls(models: Mapping[str, Carried], feeds: Mapping[str, Mapping[str, Array]]) -> bytes:
-    """One call of each model. Its operator is the model's position."""
+    """The host's file with one call of each model. The number of an operator is the position of its model."""
     file = io.BytesIO()
     _number(file, len(models))
     for position, (name, model) in enumerate(models.items()):
@@ -73,7 +73,7 @@ TYPES = {"float32": 1, "uint8": 2, "int32": 6, "int64": 7, "bool": 9, "float16":
 
 
 def results(content: bytes, models: Mapping[str, Carried]) -> dict[str, str | list[bytes]]:
-    """For each model the elements of its outputs, or the text of its error. Empty if no operator was registered."""
+    """The outputs of each model, or the text of its error. Empty if no operator was registered."""
     file = io.BytesIO(content)
 
     def number() -> int:
@@ -99,7 +99,10 @@ def results(content: bytes, models: Mapping[str, Carried]) -> dict[str, str | li
 def run(
     command: Sequence[str], folder: Path, models: Mapping[str, Carried], *, threads: int = 3, **changed: Array
 ) -> Any:
-    """Call each model in a host. `changed`: inputs of "symbolic" and "gather" that are not as usual."""
+    """Call each model in a host. Returns the results, or the process if it failed.
+
+    `changed`: other inputs for the models "symbolic" and "gather".
+    """
     feeds = {name: feeds_of(model.plain) for name, model in models.items()}
     for name, value in changed.items():
         feeds["gather" if name == "index" else "symbolic"][name] = value
@@ -129,7 +132,7 @@ def compare(found: Any, models: Mapping[str, Carried]) -> None:
 
 
 def with_row(library: KernelLibrary, region: str, column: int, value: str) -> KernelLibrary:
-    """The library with another number in a region's row of the table."""
+    """The library with another number in one row of its table of regions."""
 
     def changed(match: re.Match[str]) -> str:
         cells = match.group(0).split(", ")
@@ -146,7 +149,7 @@ def with_row(library: KernelLibrary, region: str, column: int, value: str) -> Ke
 
 
 def test_with_sanitizers(kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_path: Path) -> None:
-    """Addresses, leaks and undefined behaviour, with errors and in several threads at once."""
+    """With errors and several threads, the sanitizers find no wrong address, no leak and no undefined behaviour."""
     library, models = kernels
     library.save(tmp_path / "kernels.so", options=SANITIZED)
     host = compiled(tmp_path, *SANITIZED)
@@ -232,7 +235,7 @@ def test_with_sanitizers_in_a_session(
     shutil.which("valgrind") is None or not X86, reason="needs valgrind: `apt-get install valgrind`"
 )
 def test_under_valgrind(kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_path: Path) -> None:
-    """Which sees the kernels as well: their code is not compiled with a sanitizer."""
+    """Valgrind also checks the kernels, which are not compiled with sanitizers."""
     library, models = kernels
     host = compiled(tmp_path)
     command = ["valgrind", "-q", "--error-exitcode=9", "--leak-check=full", "--redzone-size=256", str(host)]
@@ -291,7 +294,7 @@ int main(void) {
 
 
 def test_a_loop_inside_a_loop_stays_on_its_thread(tmp_path: Path) -> None:
-    """ONNX Runtime runs no parallel loop from inside another one. A part that fails fails the loop."""
+    """ONNX Runtime does not run a parallel loop inside another one. If one iteration fails, the loop fails."""
     (tmp_path / "nested.c").write_text(_NESTED)
     command = ["cc", *SANITIZED, f"-I{NATIVE}", "-D_GNU_SOURCE", str(tmp_path / "nested.c")]
     subprocess.run([*command, "-o", str(tmp_path / "nested"), "-lpthread"], check=True)
@@ -306,7 +309,7 @@ def test_for_another_processor(tmp_path: Path) -> None:
     host = compiled(tmp_path, compiler=f"{ARM}-gcc")
     emulator = ["qemu-aarch64", "-L", f"/usr/{ARM}"]
     compare(run([*emulator, "-cpu", "neoverse-n1", str(host)], tmp_path, models), models)
-    # This one has no product of bytes (dotprod) and no floats of 16 bits.
+    # This processor has neither products of bytes (dotprod) nor floats of 16 bits.
     assert run([*emulator, "-cpu", "cortex-a53", str(host)], tmp_path, models) == {}
 
 
@@ -315,7 +318,8 @@ HARDWARE = {
     "jsconv": "JSCVT", "complxnum": "FCMA", "rcpc": "LRCPC", "sha3": "SHA3", "dotprod": "ASIMDDP", "sve": "SVE",
     "fp16fml": "ASIMDFHM", "lse2": "USCAT", "rcpc-immo": "ILRCPC", "flagm": "FLAGM", "sve2p2": "SVE2P2",
 }  # fmt: skip
-"""The system's names (HWCAP_*) of LLVM's instructions; and below those in the second word (HWCAP2_*)."""
+"""The instructions with a bit in the system's first word: LLVM's names, and the system's (HWCAP_*). Those of the second
+word (HWCAP2_*) follow."""
 HARDWARE2 = {
     "sve2": "SVE2", "sve-aes": "SVEAES", "sve-bitperm": "SVEBITPERM", "sve-sha3": "SVESHA3", "sve-sm4": "SVESM4",
     "altnzcv": "FLAGM2", "fptoint": "FRINT", "i8mm": "I8MM", "bf16": "BF16", "cssc": "CSSC", "sve2p1": "SVE2P1",
@@ -326,7 +330,7 @@ HARDWARE2 = {
 
 @cross
 def test_bits_are_those_of_the_system(tmp_path: Path) -> None:
-    """As far as the headers here know the instructions."""
+    """Only instructions that the installed headers know are checked."""
     assert HARDWARE.keys() | HARDWARE2.keys() == _table("aarch64")
     checks = [
         f'#ifdef HWCAP{word}_{bit}\n  check("{name}", {vector}, HWCAP{word}_{bit});\n#endif\n'
@@ -365,7 +369,7 @@ def test_without_a_cross_compiler(
 
 
 def _table(architecture: str) -> set[str]:
-    """The names in the table of `processor.c` for an architecture."""
+    """The names of instructions in the table of `processor.c` for an architecture."""
     parts = re.split(r"^#(?:if|elif|else).*$", (NATIVE / "processor.c").read_text(), flags=re.MULTILINE)
     part = next(p for p in parts if ("cpuid.h" if architecture == "x86_64" else "auxv.h") in p)
     return set(re.findall(r'\{"([^"]+)", ', part))

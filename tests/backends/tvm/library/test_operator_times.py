@@ -1,4 +1,4 @@
-"""How long kernels of single operators take."""
+"""Measured times of single operators' kernels."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_each_operator_has_its_times(channels_last: bool) -> None:
 
 
 def test_a_number_is_a_tensor() -> None:
-    """NumPy's numbers are no arrays, and ONNX Runtime takes arrays only."""
+    """ONNX Runtime only accepts arrays, and NumPy's scalars are not arrays."""
     proto = model("agraph (float x, float[8] z) => (float[8] y) { y = Mul(z, x) }").SerializeToString()
     feeds = {"x": np.float32(1.0), "z": np.ones(8, np.float32)}
     (times,) = operator_times([(proto, feeds)], detect(None, 1), 1)

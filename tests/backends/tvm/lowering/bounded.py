@@ -1,7 +1,7 @@
-"""A program that runs a compiled model on feeds, one after the other: whatever that does to a process, the tests live.
+"""A program that runs a compiled model on several feeds, so that a crash does not end the tests.
 
-It reads the library's path and the feeds from standard input, pickled, and writes an answer for each: the outputs, or
-what the error says.
+It reads the library's path and the feeds from standard input, pickled, and writes one answer for each: the outputs, or
+the text of the error.
 """
 
 import pickle

@@ -1,4 +1,4 @@
-"""Indices outside of their tables: an error that names them, as in ONNX Runtime, and never memory of others."""
+"""Indices outside of their tables raise an error that names them, as in ONNX Runtime, and never read foreign memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def parsed(signature: str, body: str, opset: int = 20) -> onnx.ModelProto:
     )
 
 
-# Every operator whose addresses are data is in one model: each alone would take as long to compile as all together.
+# One model contains all operators that compute addresses from data. To compile one operator alone takes as long as all
+# of them.
 MODEL = parsed(
     "(float[3,4] x, int64[2] rows, int32[2] columns, int64 one, int64[2,3] cells, int32[2,4] cells32,"
     " int64[2,2] places, int64[3,1] batched, int64[3,2] into, float[3,2] u, int32[1,4] onto, float[1,4] v,"
@@ -75,11 +76,11 @@ TABLES = {
     "onto": (3, "ScatterElements added"),
     "spots": (3, "ScatterND scattered_rows"),
 }
-"""Of inputs that are indices: the extent of the table, and the node."""
+"""For each input that is an index: the extent of its table, and its node."""
 
 
 def arrays() -> dict[str, Any]:
-    """Inputs with each index in its table."""
+    """Inputs whose indices are all inside their tables."""
     rng = np.random.default_rng(0)
     feeds: dict[str, Any] = {
         value.name: rng.standard_normal([d.dim_value for d in value.type.tensor_type.shape.dim]).astype(
@@ -113,7 +114,7 @@ def arrays() -> dict[str, Any]:
 
 
 def changed(name: str, value: Any) -> dict[str, Any]:
-    """The inputs, the last element of one of them another."""
+    """The inputs, with another last element of the input `name`."""
     feeds = arrays()
     array = feeds[name].copy()
     array[(-1,) * array.ndim] = value
@@ -180,7 +181,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(library: Path) -> Mapping[str, Any]:
-    """What the library answers to each of the feeds above, in their order, in a process of its own."""
+    """The library's answers to the feeds above, in their order. It runs in a process of its own."""
     cases = {"first": arrays()} | INSIDE | {name: feeds for name, (feeds, _) in OUTSIDE.items()} | {
         "least": arrays() | {"n": np.array([MIN64, 8]), "by": np.array([-1, -1])},
         "afterwards": arrays(),
@@ -224,13 +225,14 @@ def test_computed_indices_name_what_they_come_from(answers: Mapping[str, Any]) -
 
 
 def test_the_least_number_by_minus_one(answers: Mapping[str, Any]) -> None:
-    """ONNX Runtime's process ends."""
+    """The same division ends ONNX Runtime's process."""
     names = [value.name for value in MODEL.graph.output]
     np.testing.assert_array_equal(answers["least"][names.index("quotient")], [MIN64, -8])
 
 
 def test_without_checks_kernels_stay_inside() -> None:
-    """As TVM's runtime runs the library alone: one output more, and rows of the table whatever the index."""
+    """This is how TVM's runtime alone runs the library: it returns the extra output, and reads rows inside the table
+    for any index."""
     model = parsed("(float[3,4] x, int64[5] rows) => (float[5,4] y)", "y = Gather(x, rows)")
     compiled = Tvm().compile(model.SerializeToString())
     compiled.interface = dataclasses.replace(compiled.interface, checks=())
@@ -281,7 +283,8 @@ def test_constant_indices_are_looked_at_before_anything_is_compiled(
 
 @pytest.mark.parametrize("also", ["", "(x, k)"])
 def test_indices_that_become_constant(also: str) -> None:
-    """The importer folds less than the passes after it: alone, and beside an index that is an input."""
+    """The passes after the importer fold more constants than the importer. The constant index is the only one, or
+    beside an index that is an input."""
     more = "z = Gather(x, k)" if also else "z = Identity(x)"
     model = parsed(
         "(float[3,4] x, int64[3] k) => (float[4] y, float[3,4] z)",
@@ -320,12 +323,16 @@ def test_sizes_that_depend_on_values_are_refused(name: str) -> None:
 
 
 KNOWN = {"take", "gather", "te_gather_nd", "scatter", "scatter_nd", "roi_align", "grid_sample"}
-"""Kernels that take addresses from data. Indices of the first five are put inside their tables before; the others
-compare coordinates with the image's ends by themselves, but for the image's number."""
+"""Kernels that compute addresses from data.
+
+The passes before move indices of the first five into their tables. The others compare coordinates with the borders of
+the image, but not the number of the image.
+"""
 
 
 def test_no_other_kernels_take_addresses_from_data() -> None:
-    """In up to three of ONNX's own tests of each operator. A kernel that is new here needs a rule in `bounds`."""
+    """Up to three of ONNX's own tests of each operator are examined. If a new kernel is found, `bounds` needs a rule
+    for it."""
     tvm()
     from tvm import relax, tirx
     from tvm.ir.expr import TensorLoad

@@ -1,4 +1,4 @@
-"""The backend: what it refuses, what it writes, and that what it wrote runs."""
+"""The TVM backend: the models that it refuses, the files that it writes, and that these run."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_saved_library_runs_by_name(file: Path, library: Path, feeds: Feeds) -
 
 
 def test_one_model_runs_in_several_threads() -> None:
-    """TVM's virtual machine mixes up the registers of calls that run at once."""
+    """TVM's virtual machine confuses the registers of simultaneous calls."""
     rng = np.random.default_rng(0)
     given = [{"x": rng.standard_normal((192, 256)).astype(np.float32)} for _ in range(4)]
     proto = onnx.parser.parse_model(
@@ -137,7 +137,7 @@ def test_what_cannot_be_loaded(library: Path, tmp_path: Path) -> None:
 def test_a_library_that_was_not_replaced_in_the_end_is_still_described(
     library: Path, file: Path, feeds: Feeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever writes another one may be killed between its two files."""
+    """A process that replaces a library may be killed between its two files."""
 
     def killed(source: Any, target: Any) -> None:
         if Path(target).suffix == ".so":
@@ -211,7 +211,7 @@ def test_operators_that_cannot_be_lowered() -> None:
 
 
 def branching(condition: str) -> onnx.ModelProto:
-    """Relu(x) or -x, as a condition in the text format says: the input c, or something made of x."""
+    """A model that returns Relu(x) or -x. `condition`, in the text format, is the input c or an expression of x."""
     return onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> agraph (float[4,8] x, bool c) => (float[4,8] y)'
         f" {{ {condition} y = If (t) <then_branch = g () => (float[4,8] a) {{ a = Relu(x) }},"
@@ -245,7 +245,7 @@ def test_a_branch_that_sizes_decide_is_taken(negated: bool, tmp_path: Path) -> N
 
 
 def recurrent(op: str, *, lengths: bool = False, steps: int | str = 3) -> onnx.ModelProto:
-    """An LSTM or a GRU in two directions, with input sizes 4 and hidden size 3."""
+    """A bidirectional LSTM or GRU, with input size 4 and hidden size 3."""
     gates = {"GRU": 3, "LSTM": 4}[op]
     rng = np.random.default_rng(0)
     model = onnx.parser.parse_model(
@@ -336,7 +336,7 @@ def test_sizes_that_depend_on_values_are_an_answer(operators: str, output: str, 
 
 
 def gelu() -> onnx.ModelProto:
-    """A Gelu that is spelt out, which a search replaces."""
+    """A Gelu as single operators, which a search replaces."""
     return onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> agraph (float[64,128] x) => (float[64,128] y)'
         " <float r = {1.4142135}, float one = {1.0}, float h = {0.5}>"
@@ -367,7 +367,7 @@ def test_rules_do_not_write_what_tvm_lacks(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_tvm_raises_at_a_proposal_leaves_the_original_graph(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it is, and as an answer of one line where there is nothing else."""
+    """This holds for any error of TVM. If there is no other graph, it becomes an error message of one line."""
     usual, compile_model, compiled, broken = pkgutil.resolve_name(step), Tvm.compile, 0, {1}
 
     def counting(*given: Any, **named: Any) -> TvmModel:
@@ -482,7 +482,8 @@ print([*y.shape, *z.shape])
 
 @pytest.mark.parametrize(("code", "printed"), [(RUNNING, "[]"), (PLAIN, "[4, 16, 4, 8]")])
 def test_a_saved_library_needs_nothing_that_searches_or_tunes(code: str, printed: str, library: Path) -> None:
-    """Ours is loaded without it; and TVM's runtime alone, without its compiler, runs it too."""
+    """Our modules load a library without the search and the tuning. TVM's runtime runs it, too, without the
+    compiler."""
     alone = {**os.environ, "TVM_USE_RUNTIME_LIB": "1"} if code == PLAIN else dict(os.environ)
     done = subprocess.run(
         [sys.executable, "-c", code, str(library)], env=alone, capture_output=True, text=True, check=True
@@ -528,7 +529,7 @@ def test_what_another_processor_lacks() -> None:
 
 
 FOREIGN = "sapphirerapids"
-"""A processor that has what hardly another has (AMX)."""
+"""A processor with instructions (AMX) that hardly any other has."""
 
 
 def test_what_this_machine_cannot_run_is_written_and_not_loaded(
@@ -632,7 +633,7 @@ def test_an_interrupt_keeps_what_is_compiled(when: str, file: Path, monkeypatch:
     assert len(made) == {"second": 1, "measuring": 2}[when]
     assert result.compiled is made[0]
     assert result.report.verified
-    # It was measured, if the machine was not so busy that there was no time for three processes.
+    # It was measured, unless the machine was too busy for three processes.
     assert result.speedup is not None or result.report.reason.startswith("too few measurements")
     assert result.trace == ()
     assert "interrupted before the compiled graphs were compared: the first of them is kept" in (
@@ -677,7 +678,7 @@ def test_after_an_interrupted_search_its_best_is_compiled(
     )
     assert len(made) == 2  # the original, and the best alone: uninterrupted it is three
     assert "interrupted: the best so far is kept" in result.report.notes
-    # It was measured, if the machine was not so busy that there was no time for three processes.
+    # It was measured, unless the machine was too busy for three processes.
     assert result.speedup is not None or result.report.reason.startswith("too few measurements")
 
 
@@ -691,7 +692,7 @@ def test_what_cannot_be_compared_is_not_said_to_differ(file: Path, monkeypatch: 
 
 
 def test_tvm_is_set_up_once_though_caches_are_cleared() -> None:
-    """TVM refuses what is registered twice. The tests of mutated rules clear all caches of the package."""
+    """TVM refuses a second registration. The tests of mutated rules clear all caches of the package."""
     forget("xrlflow")
     assert import_tvm.tvm() is import_tvm.tvm()
 
@@ -724,7 +725,7 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(library: Pat
 
 
 def test_a_saved_model_may_have_results_of_no_elements(tmp_path: Path) -> None:
-    """TVM writes constants of no elements, but cannot read them."""
+    """TVM can write constants without elements, but not read them."""
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[2,3] x) => (float[2,0] v, int64[2,0] i, float[2,3] y)'
         " <int64[1] k = {0}> { v, i = TopK(x, k)\n y = Relu(x) }"

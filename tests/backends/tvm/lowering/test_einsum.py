@@ -1,4 +1,4 @@
-"""Einsum as a product of matrices: what it computes, and which equations are products."""
+"""Einsum as a product of matrices: its results, and which equations are products."""
 
 from __future__ import annotations
 

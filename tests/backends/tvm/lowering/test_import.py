@@ -1,4 +1,4 @@
-"""What TVM's importer or its passes would take for something else."""
+"""Models that TVM's importer or its passes would misunderstand."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_size_that_depends_on_values_is_no_output() -> None:
 
 
 def after_a_convolution(node: str, weights: str = "", outputs: str = "float[p,q,r,s] y") -> str:
-    """A node that reads an image with channels last."""
+    """A graph in which a node reads an image that a convolution made, with channels last."""
     return (
         f"(float[2,8,6,5] x, float[8,8,1,1] w) => ({outputs}) <int64 none = {{0}}{weights}>"
         f" {{ a = Conv(x, w)\n {node} }}"
@@ -86,7 +86,7 @@ def after_a_convolution(node: str, weights: str = "", outputs: str = "float[p,q,
 
 @pytest.mark.parametrize("axes", ["-1, -2", "-1", "3"])
 def test_dimensions_that_are_left_out(axes: str) -> None:
-    """Negative axes, as exporters write them."""
+    """Axes may be negative, as exporters write them."""
     count = axes.count(",") + 1
     text = after_a_convolution(
         "b = ReduceMean(a, axes)\n c = Squeeze(b, axes)\n y = Relu(c)",
@@ -99,7 +99,8 @@ def test_dimensions_that_are_left_out(axes: str) -> None:
 @pytest.mark.parametrize("axis", range(-4, 0))
 @pytest.mark.parametrize("outputs", whole(["y", "y, mean, deviation"], ("y, mean, deviation",)))
 def test_a_normalized_image(axis: int, outputs: str) -> None:
-    """Over several axes, of which a change of layouts moves one. Scale and bias may have fewer dimensions."""
+    """The normalisation covers several axes, and a change of layouts moves one of them. Scale and bias may have fewer
+    dimensions."""
     shape = ",".join(map(str, (2, 8, 6, 5)[axis:]))
     named = ", ".join(f"float[p,q,r,s] {name}" for name in outputs.split(", "))
     node = f"{outputs} = LayerNormalization<axis={axis}>(a, scale, bias)"
@@ -208,7 +209,7 @@ def test_what_is_imported_as_something_else_is_refused(signature: str, node: str
 
 
 def test_a_result_of_another_type_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever TVM's importer makes of a node is compared with what ONNX infers, and the rest gets kernels."""
+    """The types of TVM's importer are compared with those that ONNX infers. The other nodes get kernels."""
     from tvm import relax
 
     def halves(node: Any) -> Any:
@@ -232,7 +233,8 @@ def test_a_result_of_another_type_is_refused_by_name(monkeypatch: pytest.MonkeyP
 
 
 def test_node_tests_give_what_they_expect() -> None:
-    """The first of each operator that is changed or refused here. `tests/backends/tvm/node_tests.py` runs all."""
+    """The first test of each operator that is changed or refused here. `tests/backends/tvm/node_tests.py` runs all of
+    them."""
     left = {*operators._LOWERED, "AveragePool", "Cast", "Clip", "LpPool", "Max", "MaxPool", "Mean", "OneHot"}
     tried: Counter[str] = Counter()
     for case in node_tests.cases():
@@ -255,7 +257,7 @@ def test_infinities_of_either_sign(sides: str) -> None:
 
 
 def test_kernels_stand_around_a_node_that_is_refused(tmp_path: Path) -> None:
-    """One node is left to ONNX Runtime, not all that a region could have."""
+    """Only this node is left to ONNX Runtime, not the whole region around it."""
     text = after_a_convolution(
         "b = Relu(a)\n c = Resize(b,, half)\n d = Conv(c, w)\n y = Relu(d)",
         ", float[4] half = {1, 1, 0.5, 0.5}",
@@ -282,7 +284,7 @@ BATCH_NORM = (
 
 
 def test_statistics_of_a_batch_are_left_to_the_runtime() -> None:
-    """ONNX Runtime computes them of the input; TVM's importer takes the node for one with fixed statistics."""
+    """ONNX Runtime computes the statistics from the input, but TVM's importer would use the fixed ones."""
     with pytest.raises(BackendError, match=r"TVM cannot lower BatchNormalization y \(in training mode\)"):
         Tvm().compile(network(BATCH_NORM).SerializeToString())
     made = hybrid(network(BATCH_NORM), {}, detect())
@@ -299,7 +301,8 @@ def test_a_region_that_is_not_given_is_no_region() -> None:
 
 
 def test_tvm_is_loaded_without_torch() -> None:
-    """Torch takes longer to load than TVM. What imports it afterwards gets it; what did so before keeps it."""
+    """Torch takes longer to load than TVM. If it is imported later, it is loaded then. If it was imported before, it
+    remains."""
     program = (
         "import sys\n{first}\nfrom xrlflow.backends.tvm.toolchain.import_tvm import tvm\ntvm()\n"
         "print('torch' in sys.modules)\nimport torch\nprint(float(torch.ones(2) @ torch.ones(2)))"

@@ -1,4 +1,4 @@
-"""The plan of a region: kernels in their order, and where tensors are in memory."""
+"""The plan of a region: the order of its kernels, and the memory of its tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan(text: str) -> ExecutionPlan:
 
 
 def test_a_chain_shares_memory() -> None:
-    """Kernels that cannot be fused: each value is needed by the next one only."""
+    """The kernels cannot be fused, and only the next kernel needs each value."""
     steps = " ".join(f"a{i + 1} = Softmax<axis = {i % 2}>(a{i})" for i in range(6))
     found = plan(f"(float[32,32] x) => (float[32,32] y) {{ a0 = Softmax(x) {steps} y = Softmax(a6) }}")
     assert len(found.calls) >= 4
@@ -63,7 +63,7 @@ def test_what_no_kernel_computes_for_an_output_alone_is_copied(text: str, copies
 
 
 def test_kernels_between_others_do_not_cross_the_border() -> None:
-    """They take their tensors to be aligned."""
+    """These kernels may assume that their tensors are aligned."""
     found = plan(
         "(float[32,32] x) => (float[32,32] y) { a = Softmax(x) b = Softmax<axis = 0>(a) y = LogSoftmax(b) }"
     )

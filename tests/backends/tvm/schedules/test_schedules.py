@@ -1,4 +1,4 @@
-"""Tiles fit, long sums are made of chunks, and each core has its part."""
+"""Schedules: tiles fit, long sums are divided into chunks, and every core has its part."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_tiles_fit_registers_and_output(
 
 
 def test_tiles_of_products_that_networks_have() -> None:
-    """They use at least 8 accumulators of whole vectors: fewer wait for their own results."""
+    """With fewer than 8 accumulators of whole vectors, each would wait for its own last result."""
     for rows, columns in ((128, 768), (512, 512), (3136, 64), (56, 64), (14, 256), (7, 512)):
         tile = tile_of(Grid(rows, columns, 1024, 576), MACHINE)
         assert tile.lanes == 16
@@ -50,11 +50,11 @@ def test_tiles_of_products_that_networks_have() -> None:
 
 
 def test_channelwise_tiles_leave_registers_for_the_weights() -> None:
-    """One vector of channels: its 9 or 25 weights stay in registers beside the accumulators."""
+    """The 9 or 25 weights of one vector of channels stay in registers, together with the accumulators."""
     for rows, columns, taps in ((56, 144, 9), (28, 240, 25), (112, 32, 9)):
         tile = tile_of(Grid(rows, columns, 12, taps, channelwise=True), MACHINE)
         assert (tile.rows, tile.columns, tile.lanes) == (2, 16, 16)
-    # A prime number of rows: two vectors of channels instead of two rows.
+    # With a prime number of rows, a tile has two vectors of channels instead of two rows.
     assert tile_of(Grid(7, 960, 12, 9, channelwise=True), MACHINE).columns == 32
 
 
@@ -123,21 +123,21 @@ def test_sums_across_memory_are_vectors_abreast_for_each_core(
 
 
 def loops(sch: Any, block: str) -> list[tuple[str, int]]:
-    """The loops around a block, outside in: what each does, and how often."""
+    """The loops around a block, from the outside: the kind and the number of iterations of each."""
     kinds = ("serial", "parallel", "vectorized", "unrolled")
     found = [sch.get(loop) for loop in sch.get_loops(sch.get_sblock(block))]
     return [(kinds[int(loop.kind)], int(loop.extent)) for loop in found]
 
 
 def scheduled(graph: str, name: str) -> Any:
-    """The one kernel whose name has `name` in it, scheduled."""
+    """The only kernel whose name contains `name`, scheduled."""
     module = fuse(import_model(network(graph)), MACHINE)
     (kernel,) = (f for v, f in module.functions.items() if name in v.name_hint)
     return schedule(tvm().IRModule({"main": kernel.with_attr("global_symbol", "main")}), MACHINE)
 
 
 def test_chunks_of_long_sums_are_tiles_in_vectors() -> None:
-    """35 pixels in 5 tiles of 7, four chunks of 120 terms each; of these every step is unrolled, in whole vectors."""
+    """There are 35 pixels in 5 tiles of 7, and four chunks of 120 terms. Steps are unrolled, with whole vectors."""
     graph = "(float[1,480,7,5] x, float[48,480,1,1] w) => (float[1,48,7,5] y) { y = Conv(x, w) }"
     found = scheduled(graph, "conv")
     (sums,) = (
@@ -150,7 +150,7 @@ def test_chunks_of_long_sums_are_tiles_in_vectors() -> None:
 
 
 def test_few_rows_are_shared_by_all_threads() -> None:
-    """One mean, but what reads it has 6,144 elements in 384 vectors."""
+    """There is only one mean, but the kernel that reads it has 256 rows of 16 vectors."""
     graph = "(float[1,256,256] x) => (float[1,256,256] y) { m = ReduceMean(x)\n y = Sub(x, m) }"
     found = scheduled(graph, "mean")
     (last,) = found.get_output_blocks(found.get_sblock("root"))
@@ -158,7 +158,7 @@ def test_few_rows_are_shared_by_all_threads() -> None:
 
 
 def test_sums_that_others_read_along_columns_are_made_once() -> None:
-    """As many columns as rows: each row of the result reads all sums."""
+    """There are as many columns as rows, and each row of the result reads all sums."""
     graph = GRAPHS["sums of rows beside columns"]
     found = scheduled(graph, "sum")
     names = [found.get(b).name_hint for b in found.get_child_blocks(found.get_sblock("root"))]
@@ -173,6 +173,6 @@ def test_scalars_do_not_keep_long_sums_whole() -> None:
 
 
 def test_means_of_rows_are_made_by_all_threads() -> None:
-    """Few results, but of many elements each."""
+    """There are few results, and each is the mean of many elements."""
     graph = "(float[40,6625] x) => (float[40,1] y) <int64[1] a = {1}> { y = ReduceMean(x, a) }"
     assert loops(scheduled(graph, "mean"), "kept")[0] == ("parallel", 40)

@@ -1,4 +1,4 @@
-"""exp, tanh, erf and the sigmoid as vectors compute them."""
+"""exp, tanh, erf and the sigmoid, computed with vectors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 REFERENCES: dict[str, tuple[Callable[..., npt.NDArray[np.float64]], float, float]] = {
-    # function, range, units in the last place that it may be off
+    # The function, its range, and the largest error in units in the last place.
     "exp": (np.exp, 87.0, 1.0),
     "tanh": (np.tanh, 12.0, 5.0),
     "erf": (np.vectorize(math.erf), 6.0, 5.0),
@@ -100,7 +100,7 @@ FROM_C: dict[str, Callable[..., npt.NDArray[np.float64]]] = {
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("name", [*REFERENCES, *FROM_C])
 def test_every_element_in_every_precision(name: str, kind: type[np.floating[Any]], lanes: int) -> None:
-    """The C library computes one number at a time, in single or double precision."""
+    """The reference is the C library, which computes one number at a time, in single or double precision."""
     reference = FROM_C[name] if name in FROM_C else REFERENCES[name][0]
     x = np.linspace(-0.97, 0.97, 64).astype(kind)
     x = x + kind(2) if name == "acosh" else x

@@ -1,4 +1,4 @@
-"""Gathers are TVM's own, but for a warning."""
+"""Our gathers are those of TVM, without its warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Powers as vectors compute them, and as nodes of a graph."""
+"""Powers, computed with vectors and as nodes of a graph."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def evaluate(x: Floats, y: Floats, lanes: int) -> Floats:
 
 
 def exact(x: Floats, y: Any) -> Any:
-    """What C's pow gives, rounded to single precision. (NumPy takes roots where one exponent is for all.)"""
+    """The results of C's pow, rounded to single precision. NumPy would use roots for an exponent that all share."""
     with np.errstate(all="ignore"):
         exponents = np.broadcast_to(np.asarray(y, np.float64), x.shape).copy()
         return np.power(x.astype(np.float64), exponents).astype(np.float32)
@@ -73,7 +73,8 @@ def agree(found: Floats, expected: Floats, rtol: float = 1.3e-7) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 8, 16])
 def test_special_numbers_and_others(lanes: int) -> None:
-    """Each number to the power of each other, and results in the whole range, each within 1 unit in the last place."""
+    """All pairs of special numbers, and random ones whose results cover the whole range. The error is at most 1 unit in
+    the last place."""
     rng = np.random.default_rng(0)
     x = np.exp(rng.uniform(-80, 80, 1 << 14)).astype(np.float32)
     y = (rng.uniform(-100, 90, x.size) / np.log(x.astype(np.float64))).astype(np.float32)
@@ -84,7 +85,7 @@ def test_special_numbers_and_others(lanes: int) -> None:
 
 @pytest.mark.parametrize("kind", ["float", "int64"])
 def test_constant_exponents(kind: str) -> None:
-    """Products of small whole numbers, roots, and what is neither, of one exponent for all."""
+    """A single exponent for all elements: a small whole number (a product), a root, or another number."""
     exponents = [0, 1, 2, 3, 4, 7, 8, 9, -1, -2, -5] + ([0.5, -0.5, 3.3, 1 / 3] if kind == "float" else [])
     outputs = ", ".join(f"float[4,8] y{n}" for n in range(len(exponents)))
     given = ", ".join(f"{kind}{'[1]' if n % 2 else ''} p{n} = {{{e}}}" for n, e in enumerate(exponents))
@@ -100,7 +101,7 @@ def test_constant_exponents(kind: str) -> None:
 
 @pytest.mark.parametrize("power", ["Pow(x, c)", "Pow(c, x)", "Pow(x, x)"])
 def test_within_other_functions(power: str) -> None:
-    """One kernel of a power and of functions that are computed with bindings, too."""
+    """One kernel contains a power and functions that are computed with local variables."""
     follow = ["Exp(p)", "Erf(p)", "Sigmoid(p)", "Pow(p, c)", "Add(p, p)"]
     outputs = ", ".join(f"float[3,9] y{n}" for n in range(len(follow)))
     nodes = "\n ".join(

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.measures
 
 @pytest.mark.parametrize(("floats", "called"), [(16, False), (384, False), (1024, False), (1040, True)])
 def test_buffers_up_to_a_page_take_no_workspace(floats: int, called: bool) -> None:
-    """A row of a function that needs its squares twice, in a buffer of its own."""
+    """The kernel needs the squares of a row twice, so they have a buffer."""
     package = tvm()
     from tvm import te
     from tvm.s_tir import Schedule
@@ -36,7 +36,7 @@ def test_buffers_up_to_a_page_take_no_workspace(floats: int, called: bool) -> No
 
 
 def test_tiles_of_accumulators_take_no_workspace() -> None:
-    """TVM takes local buffers from its workspaces, whatever their size: this one has 896 bytes."""
+    """TVM takes local buffers of any size from its workspaces. This one has 896 bytes."""
     package = tvm()
     model = operator("(float[7,32] x, float[32,96] z) => (float[7,96] y) { y = MatMul(x, z) }")
     (function,) = (
