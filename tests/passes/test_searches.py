@@ -12,11 +12,11 @@ from tests.passes.toy import VALLEY, Words
 from xrlflow.passes import Applied, Comparison, Metric, Module, run
 from xrlflow.passes.searches import (
     Budget,
+    BudgetUsedUp,
     Explorer,
     Meter,
     Node,
     Order,
-    Over,
     beam,
     evolve,
     fixed,
@@ -104,11 +104,11 @@ def test_what_is_asked_again_costs_nothing() -> None:
     meter.apply_each(module, ["drop", "merge", "drop"])
     assert meter.idle(module, "drop")
     assert meter.steps == 2
-    with pytest.raises(Over):
+    with pytest.raises(BudgetUsedUp):
         meter.apply_each(module, ["open", "tidy"])
     assert meter.steps == 2
     assert meter.apply(module, "open").changed
-    with pytest.raises(Over):
+    with pytest.raises(BudgetUsedUp):
         meter.apply(module, "tidy")
     assert meter.apply(module, "merge").changed
 

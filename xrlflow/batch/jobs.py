@@ -137,7 +137,7 @@ class Executor(Protocol):
     def __call__(self, jobs: Sequence[Job], report: ProgressCallback) -> Generator[Row, None, None]:
         """Yield the row of every job, in any order, each as soon as it is finished.
 
-        A job whose process crashes has a failed row. `told(name, text)` may be called with what a running job does.
+        A job whose process crashes has a failed row. `report(name, text)` may be called with what a running job does.
         When the iterator is closed, running jobs are ended.
         """
         ...

@@ -31,7 +31,7 @@ def run(job: Job, report: Callable[[str], None] | None = None) -> Row:
 
     An error of the model becomes a failed row; only KeyboardInterrupt, SystemExit and the like are raised. A job that
     measures on this machine waits until no other one does (`exclusive.measuring`); waiting does not count towards its
-    time limit. `told(text)` is called with what the job does now.
+    time limit. `report(text)` is called with what the job does now.
     """
     say = report if report is not None else lambda text: None
     begin = time.monotonic()

@@ -173,7 +173,7 @@ def _check_finite(numbers: torch.Tensor) -> None:
 
 
 def _episode(agent: Agent, explorer: Explorer, choose: _Choose) -> None:
-    """Play one episode. The explorer keeps the best module that it reaches. Raises Over.
+    """Play one episode. The explorer keeps the best module that it reaches. Raises BudgetUsedUp.
 
     As in training, the mask includes what was observed in this episode.
     """

@@ -151,7 +151,7 @@ class Xla:
         """The hook that XLA calls after the HLO passes. It raises an error to end the compilation."""
         if self._taking:
             self._taken.append(module)
-            raise _Enough
+            raise _PassesFinished
 
     def options(self, enabled: Options) -> Any:
         options = self.client_module.CompileOptions()
@@ -392,7 +392,7 @@ class _Recent:
             self._values.popitem(last=False)
 
 
-class _Enough(Exception):
+class _PassesFinished(Exception):
     """Raised by the hook to end a compilation after the HLO passes."""
 
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.rl.situation import Situation, choices
-from xrlflow.rl.states import Over, States
+from xrlflow.rl.states import LimitReached, States
 from xrlflow.rl.strategy import Group, PolicyError, alike
 from xrlflow.search.result import Limits, SearchNode, SearchResult
 
@@ -130,7 +130,7 @@ class _TreeSearch(States, Generic[Obs]):
                 if not acted:
                     break
                 idle = 0 if self.expanded > before else idle + 1
-        except Over:
+        except LimitReached:
             pass
 
     def round(self, start: SearchNode) -> bool:
@@ -219,7 +219,7 @@ class _TreeSearch(States, Generic[Obs]):
         """Add states to the tree. Returns, by fingerprint, the part of the initial cost that the critic expects to
         save."""
         if self.limits.over(self.expanded, self.best.cost):
-            raise Over
+            raise LimitReached
         situations = []
         for node in states:
             offered = choices(node.state, self.ancestors(node))

@@ -16,7 +16,7 @@ ROUNDING = 1e-9
 _SMALL = 32
 
 
-class Over(Exception):
+class LimitReached(Exception):
     """The limits are reached."""
 
 
@@ -49,12 +49,12 @@ class States:
         return SearchResult(plain(self.best), shortlist, self.expanded, self.generated, seconds, interrupted)
 
     def make(self, parent: SearchNode, match: Match) -> SearchNode | None:
-        """The successor, cached if it is known; None if it is too large. Raises Over at the limits."""
+        """The successor, cached if it is known; None if it is too large. Raises LimitReached at the limits."""
         cached = self.reached.get((parent.state.fingerprint + match.shift) & FINGERPRINT_MASK)
         if cached is not None:
             return cached
         if self.limits.over(self.expanded, self.best.cost):
-            raise Over
+            raise LimitReached
         state = parent.state
         edit = state.edit(match)
         if state.graph.node_count + len(edit.added) - len(edit.removed) > self.most_nodes:

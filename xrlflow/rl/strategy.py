@@ -36,7 +36,7 @@ from xrlflow.ir import Graph
 from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.rl.situation import Situation, choices
-from xrlflow.rl.states import Over, States
+from xrlflow.rl.states import LimitReached, States
 from xrlflow.search.result import Limits, SearchNode, SearchResult
 
 Obs = TypeVar("Obs")
@@ -200,7 +200,7 @@ class _Search(States, Generic[Obs]):
                 before = self.expanded + self.evaluated
                 ended = self.round(rollouts)
                 idle = 0 if self.expanded + self.evaluated > before else idle + ended
-        except Over:
+        except LimitReached:
             pass
 
     def round(self, rollouts: list[_Rollout]) -> int:
@@ -245,7 +245,7 @@ class _Search(States, Generic[Obs]):
         size = self.config.batch
         for start in range(0, len(states), size):
             if self.limits.over(self.expanded, self.best.cost):
-                raise Over
+                raise LimitReached
             situations = []
             for node in states[start : start + size]:
                 offered = choices(node.state, self.ancestors(node))

@@ -130,7 +130,7 @@ class WorkerPool:
     ) -> Generator[tuple[int, Any], None, None]:
         """The replies as they arrive, each with the number of its task. No task begins after `until` (time.monotonic).
 
-        The reply to a task that is given up (see `Terms`) is `instead(task, error)`. If the generator is closed early,
+        The reply to a task that is given up (see `Terms`) is `fallback(task, error)`. If the generator is closed early,
         busy workers are ended. Raises WorkerError if a handler fails, if a task is given up without `fallback`, or if
         no worker is left.
         """

@@ -5,19 +5,20 @@ from xrlflow.passes.searches.sequences import Fixed, evolve, fixed, follow, refi
 from xrlflow.passes.searches.simple import beam, greedy, random
 from xrlflow.passes.searches.steps import (
     Budget,
+    BudgetUsedUp,
     Explorer,
     Foreseeing,
     Interrupted,
     Meter,
     Node,
     Order,
-    Over,
     without_effect,
 )
 from xrlflow.passes.searches.tree import TreeConfig, tree
 
 __all__ = [
     "Budget",
+    "BudgetUsedUp",
     "Explorer",
     "Fixed",
     "Foreseeing",
@@ -25,7 +26,6 @@ __all__ = [
     "Meter",
     "Node",
     "Order",
-    "Over",
     "TreeConfig",
     "beam",
     "evolve",

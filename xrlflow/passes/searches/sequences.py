@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from xrlflow.passes.compiler import Compiler, Metric, Module
-from xrlflow.passes.searches.steps import Budget, Explorer, Meter, Node, Order, Over, Refused, until_over
+from xrlflow.passes.searches.steps import (
+    Budget,
+    BudgetUsedUp,
+    Explorer,
+    Meter,
+    Node,
+    Order,
+    Refused,
+    until_over,
+)
 
 Passes = tuple[str, ...]
 _POPULATION = 8
@@ -70,7 +79,7 @@ def refined(
 
 
 def improve(explorer: Explorer, ranked: Callable[[Node], Sequence[str]], seed: int) -> None:
-    """Improve the best order, until the budget is used up. Raises Over.
+    """Improve the best order, until the budget is used up. Raises BudgetUsedUp.
 
     First, passes are appended: of the passes that `ranked` returns for a node, in this order, the first one that
     improves the module, until none does. Then comes evolution from this order.
@@ -126,7 +135,7 @@ def fixed(
         try:
             measured(_built(explorers, budget.horizon))
             _evolution(measured, [best[0][1]], meter.passes, budget.horizon, meter, generator)
-        except Over:
+        except BudgetUsedUp:
             pass
         except Refused:  # a step changes what a module computes: search again without it
             continue
@@ -171,7 +180,7 @@ def _built(explorers: Sequence[Explorer], horizon: int) -> Passes:
                 break
             nodes = list(columns[number])
             built.append(explorers[0].passes[number])
-    except Over:
+    except BudgetUsedUp:
         pass
     return tuple(built)
 

@@ -32,7 +32,7 @@ _CHECKS, _APART = 4, 100
 _log = logging.getLogger(__name__)
 
 
-class Over(Exception):
+class BudgetUsedUp(Exception):
     """The steps or the time of a budget are used up."""
 
 
@@ -71,7 +71,7 @@ class Budget:
 
 
 class Meter:
-    """A compiler that counts its steps, and raises `Over` when none are left. It remembers all results.
+    """A compiler that counts its steps, and raises `BudgetUsedUp` when none are left. It remembers all results.
 
     `wrong`: for digests of modules that compute something else than the first one, the difference. A pass that leads to
     such a module counts as failed.
@@ -106,7 +106,7 @@ class Meter:
         return self.apply_each(module, [name])[0]
 
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
-        """See `Compiler.apply_each`. Raises Over if the budget is too small for all of them."""
+        """See `Compiler.apply_each`. Raises BudgetUsedUp if the budget is too small for all of them."""
         asked = list(dict.fromkeys(names))
         for name in self.without_effect(module).intersection(asked):
             self._known[module.digest, name] = Applied(module, False)
@@ -114,9 +114,9 @@ class Meter:
         deadline = self.budget.deadline
         if new:
             if self.steps + len(new) > self.budget.steps:
-                raise Over
+                raise BudgetUsedUp
             if deadline is not None and time.monotonic() >= deadline:
-                raise Over
+                raise BudgetUsedUp
             self.steps += len(new)
             for name, result in zip(new, self.inner.apply_each(module, new)):
                 self._known[module.digest, name] = result
@@ -237,17 +237,17 @@ class Explorer:
         return self.meter.passes
 
     def apply(self, node: Node, name: str) -> Node | None:
-        """The node after a pass; None if the pass has no effect. Raises Over."""
+        """The node after a pass; None if the pass has no effect. Raises BudgetUsedUp."""
         return self.each(node, (name,))[0]
 
     def each(self, node: Node, names: Sequence[str]) -> list[Node | None]:
         """The nodes after each of several passes; None for those without effect.
 
-        If the budget is too small for all of them, only the first ones are run, and the next call raises Over.
+        If the budget is too small for all of them, only the first ones are run, and the next call raises BudgetUsedUp.
         """
         try:
             results = self.meter.apply_each(node.module, names)
-        except Over:
+        except BudgetUsedUp:
             if len(names) < 2:
                 raise
             return [self.each(node, (name,))[0] for name in names]
@@ -258,7 +258,7 @@ class Explorer:
         return tuple(name for name in self.passes if not self.meter.idle(node.module, name))
 
     def replay(self, names: Iterable[str]) -> Node:
-        """Apply these passes, and return the best node along the way. Raises Over."""
+        """Apply these passes, and return the best node along the way. Raises BudgetUsedUp."""
         node = best = self.root
         for name in names:
             node = self.apply(node, name) or node
@@ -362,8 +362,8 @@ class Explorer:
 
 
 def until_over(explorer: Explorer, search: Callable[[], object]) -> Order:
-    """Run a search that may end by `Over`, and compare its result with the first module. If a step changed what the
-    module computes, the search begins again with the remaining budget; passes it has run before cost nothing.
+    """Run a search that may end by `BudgetUsedUp`, and compare its result with the first module. If a step changed what
+    the module computes, the search begins again with the remaining budget; passes it has run before cost nothing.
 
     Raises Interrupted after Ctrl-C, and CompilerError if the first module does not run.
     """
@@ -379,7 +379,7 @@ def _run(explorer: Explorer, search: Callable[[], object]) -> None:
     while True:
         try:
             search()
-        except Over:
+        except BudgetUsedUp:
             return _settle(explorer)
         except Refused:
             continue
