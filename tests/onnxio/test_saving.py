@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import shutil
@@ -293,3 +294,74 @@ def test_an_original_with_many_data_files(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "parts")
     assert factor(tmp_path / "to" / "out.onnx") == 64.0
     assert len(os.listdir(tmp_path / "to")) == 3
+
+
+def rewritten(path: Path, content: bytes) -> None:
+    """Write to the file that is there, as most exporters do, at another time than before."""
+    path.write_bytes(content)
+    later = path.stat().st_mtime_ns + 1_000_000
+    os.utime(path, ns=(later, later))
+
+
+CHANGES = pytest.mark.parametrize(
+    "change", [lambda old: old[:-1] + b"?", lambda old: old[:100], lambda _: b""]
+)
+
+
+@WAYS
+@CHANGES
+@pytest.mark.parametrize("name", ["m.onnx", "model.onnx_data"])
+def test_a_file_that_was_written_to_is_not_mixed_with_what_was_read(
+    tmp_path: Path, way: Any, change: Any, name: str
+) -> None:
+    """Weights are read when they are written: they would be new, or behind the file's end, what was computed old."""
+    source = write(tmp_path / "in" / "m.onnx", 2.0)
+    imported = onnxio.load(source)
+    rewritten(source.parent / name, change((source.parent / name).read_bytes()))
+    before = {file: file.read_bytes() for file in source.parent.iterdir()}
+    for target in (tmp_path / "out.onnx", source):
+        with pytest.raises(ModelError, match=f"{name}: the file has changed since it was read"):
+            way(imported, target)
+    with pytest.raises(ModelError, match="has changed"):
+        onnxio.to_proto(imported, imported.graph)
+    assert {file: file.read_bytes() for file in source.parent.iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]
+
+
+@WAYS
+def test_a_file_that_changes_while_it_is_written_leaves_nothing(
+    tmp_path: Path, way: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "in" / "m.onnx", 2.0)
+    imported, replace = onnxio.load(source), files.NewFile.claim
+
+    def claim(new: files.NewFile, target: str) -> bool:
+        data = source.parent / "model.onnx_data"
+        rewritten(data, data.read_bytes())
+        return replace(new, target)
+
+    monkeypatch.setattr(files.NewFile, "claim", claim)
+    with pytest.raises(ModelError, match="has changed since it was read"):
+        way(imported, tmp_path / "out.onnx")
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]
+
+
+@WAYS
+def test_a_file_that_another_took_the_place_of_is_as_it_was_read(tmp_path: Path, way: Any) -> None:
+    source = write(tmp_path / "in" / "m.onnx", 2.0)
+    imported = onnxio.load(source)
+    other = write(tmp_path / "other" / "m.onnx", 3.0)
+    for name in ("m.onnx", "model.onnx_data"):
+        os.replace(other.parent / name, source.parent / name)
+    way(imported, tmp_path / "out.onnx")
+    assert factor(tmp_path / "out.onnx") == 2.0
+
+
+def test_files_are_closed_with_their_model(tmp_path: Path) -> None:
+    source = write(tmp_path / "m.onnx", 2.0)
+    before = len(os.listdir("/proc/self/fd"))
+    imported = onnxio.load(source)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del imported
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before

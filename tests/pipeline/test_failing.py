@@ -91,3 +91,22 @@ def test_a_file_in_the_runtimes_own_format_is_said_to_be(tmp_path: Path) -> None
     ort.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
     with pytest.raises(ModelError, match=r"own format \(\.ort\).*pass the ONNX file that it was made from"):
         xrlflow.optimize(tmp_path / "m.ort")
+
+
+@pytest.mark.parametrize("place", [False, True])
+def test_no_rule_is_to_blame_for_a_file_that_changes(tmp_path: Path, place: bool) -> None:
+    """The result of the old file would be compared with the new one."""
+    source = tmp_path / "m.onnx"
+    x, y = declare("x", TensorProto.FLOAT, [4, 64]), declare("y", TensorProto.FLOAT, [4, 64])
+    nodes = [make("MatMul", ["x", "w"], ["a"]), make("Relu", ["a"], ["b"]), make("Relu", ["b"], ["y"])]
+    onnx.save(model(nodes, [x], [y], {"w": np.full((64, 64), 1, np.float32)}), source)
+    other = model(nodes, [x], [y], {"w": np.full((64, 64), 2, np.float32)}).SerializeToString()
+
+    def listener(phase: str, *_: Any) -> None:
+        if phase == "verify" and source.read_bytes() != other:
+            if not place:
+                source.unlink()
+            source.write_bytes(other)
+
+    with pytest.raises(ModelError, match=re.escape(f"{source}: the file has changed since it was read")):
+        xrlflow.optimize(source, portable=True, measure=False, search="greedy", listener=listener)

@@ -21,7 +21,7 @@ def content_digest(path: str | os.PathLike[str]) -> str:
     is no model has a digest, too. Raises OSError if the model's own file cannot be read.
     """
     name = os.fspath(path)
-    store = TensorStore(name, map_file(name), name)
+    store = TensorStore.of_file(name)
     digest = hashlib.sha256(hashlib.sha256(store.data).digest())
     for location in sorted(data_files(name)):
         digest.update(hashlib.sha256(location.encode(errors="surrogatepass")).digest())
@@ -35,7 +35,7 @@ def content_digest(path: str | os.PathLike[str]) -> str:
 def input_names(path: str | os.PathLike[str]) -> frozenset[str]:
     """The names of a model's inputs; none if the file cannot be read as a model."""
     try:
-        proto = onnx.ModelProto.FromString(strip_model(map_file(os.fspath(path))))
+        proto = onnx.ModelProto.FromString(strip_model(map_file(os.fspath(path)).data))
     except (OSError, WireError, DecodeError):
         return frozenset()
     return frozenset(value.name for value in proto.graph.input)

@@ -69,12 +69,13 @@ class _ModelParts:
 def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) -> onnx.ModelProto:
     """The model with `graph` as its computation.
 
-    Raises ModelError if it exceeds 2 GB or cannot be written for `opset`.
+    Raises ModelError if it exceeds 2 GB or cannot be written for `opset`, or if the model's file was written to.
     """
     parts = _write(model, graph, opset)
     if sum(c.type.nbytes or 0 for c in parts.large.values()) > EXTERNAL_ABOVE:
         raise ModelError(f"{model.name}: over 2 GB, which one ModelProto cannot hold: save it to a file")
     parts.proto.graph.initializer.extend(tensor_proto(n, c) for n, c in parts.large.items())
+    model.store.check_unchanged()
     return parts.proto
 
 
@@ -137,7 +138,7 @@ def save(
     all operators. Models that had external data, or exceed 1.5 GB, get a data
     file in the same folder (`NAME.DIGEST.data`, see `external_data`). With `durable`, the files have reached the disk
     afterwards. Raises GrowthError if the result exceeds `max_growth` times the bytes of the input, and ModelError if it
-    cannot be written.
+    cannot be written, or if the model's file was written to since it was read.
     """
     parts = _write(model, graph, opset)
     target = os.fspath(path)
@@ -165,6 +166,7 @@ def save(
             if external:
                 _refer(parts, names[0], offsets)
             _write_file(file, parts, external)
+            model.store.check_unchanged()
     except OSError as error:
         raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
 
@@ -285,6 +287,7 @@ def _dims(const: Const) -> list[int]:
 
 
 def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _ModelParts:
+    model.store.check_unchanged()
     proto = onnx.ModelProto()
     proto.CopyFrom(model.frame)
     writer = _Writer(model, proto)

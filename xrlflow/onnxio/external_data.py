@@ -115,7 +115,7 @@ def _same(path: str, file: BinaryIO) -> bool:
 def data_files(path: str) -> set[str]:
     """The data files that a model names; none if the file is not a model."""
     try:
-        proto = onnx.ModelProto.FromString(strip_model(map_file(path)))
+        proto = onnx.ModelProto.FromString(strip_model(map_file(path).data))
     except (OSError, WireError, DecodeError):
         return set()
     locations = {

@@ -44,7 +44,7 @@ from xrlflow.onnxio.inference import infer_shapes
 from xrlflow.onnxio.malformed import check_functions, check_inputs, check_structure, reading
 from xrlflow.onnxio.model import ON_RUNTIME, ImportedModel, NodeLabel, Recipe
 from xrlflow.onnxio.nodes import check_nodes, check_types
-from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const, map_file
+from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const
 from xrlflow.onnxio.wire import NestedError, WireError, strip_model
 from xrlflow.ops import symbolic_values, weights
 from xrlflow.ops.infer import UNKNOWN, InferenceError, infer, type_of_proto
@@ -69,7 +69,8 @@ def load(
 
     `shapes` gives whole shapes of some inputs. They bind the symbols of their dimensions (`ImportedModel.bindings`);
     with `fix_shapes` the numbers also replace these symbols in the model. Weights stay in the memory-mapped file, which
-    must not be changed in place (replacing it is harmless). Raises ModelError.
+    must not be written to: then the model cannot be exported any more (`TensorStore.check_unchanged`). Replacing the
+    file is harmless. Raises ModelError.
     """
     store = _open(source)
     with reading(store.name, "the model"):
@@ -175,7 +176,7 @@ def _open(source: Source) -> TensorStore:
             ) from error
     path = os.fspath(source)
     try:
-        return TensorStore(path, map_file(path), path)
+        return TensorStore.of_file(path)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: there is no such file: check the path") from error
     except IsADirectoryError as error:

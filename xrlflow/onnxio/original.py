@@ -20,10 +20,11 @@ def save_original(model: ImportedModel, path: str | os.PathLike[str]) -> None:
 
     External data is copied to the result's own files (see `external_data`), so only their names differ. If the model is
     written to where it was read from, nothing changes. If it was read with `fix_shapes`, the dimensions differ. Raises
-    ModelError if a file cannot be written.
+    ModelError if a file cannot be written, or if the model's own was written to since it was read.
     """
     target = os.fspath(path)
     store = model.store
+    store.check_unchanged()
     if (
         not model.fixed
         and store.path is not None
@@ -35,6 +36,7 @@ def save_original(model: ImportedModel, path: str | os.PathLike[str]) -> None:
         check_not_data_of(model, target)
         with replacing_model(target, data) as (file, names):
             file.write(_changed(model, names) if model.fixed or names else store.data)
+            store.check_unchanged()
     except OSError as error:
         raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
 

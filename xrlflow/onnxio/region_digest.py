@@ -17,7 +17,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 from xrlflow.onnxio import protos
 from xrlflow.onnxio.errors import ModelError
-from xrlflow.onnxio.tensors import TensorStore, map_file, raw_data
+from xrlflow.onnxio.tensors import TensorStore, raw_data
 from xrlflow.onnxio.wire import WireError, strip_model
 
 DIGITS = 16
@@ -29,9 +29,8 @@ def digest_of_file(path: str | os.PathLike[str], domain: str) -> str | None:
     """The digest of the regions of a domain in a file. None if their data cannot be read."""
     name = os.fspath(path)
     try:
-        data = map_file(name)
-        model = ModelProto.FromString(strip_model(data))
-        return region_digest(model, domain, TensorStore(name, data, name))
+        store = TensorStore.of_file(name)
+        return region_digest(ModelProto.FromString(strip_model(store.data)), domain, store)
     except (OSError, WireError, DecodeError, ModelError):
         return None
 

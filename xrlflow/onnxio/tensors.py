@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -126,32 +127,85 @@ def _is_within(path: str, folder: str) -> bool:
     return os.path.commonpath([os.path.abspath(path), os.path.abspath(folder)]) == os.path.abspath(folder)
 
 
-def map_file(path: str) -> memoryview:
-    """The bytes of a file, memory-mapped. They stay valid if the file is replaced.
+@dataclass(frozen=True, slots=True, eq=False)
+class MappedFile:
+    """A file whose bytes are mapped. They stay the same if another file takes its place, and change if it is written
+    to: behind the end of a file that became shorter, reading kills the process.
 
-    Raises OSError, also for a pipe or a device.
+    `state`: what tells one version of a file from another.
     """
+
+    path: str
+    data: memoryview
+    descriptor: int  # open as long as `data` exists
+    state: tuple[int, ...]
+
+    @property
+    def written(self) -> bool:
+        """Whether this file was written to since it was mapped."""
+        return _state(os.fstat(self.descriptor)) != self.state
+
+    @property
+    def current(self) -> bool:
+        """Whether who opens the path now reads what was mapped."""
+        try:
+            return _state(os.stat(self.path)) == self.state
+        except OSError:
+            return False
+
+
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def map_file(path: str) -> MappedFile:
+    """Map a file. Raises OSError, also for a pipe or a device."""
     # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
-        if status.st_size == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        empty = status.st_size == 0
+        data = memoryview(b"" if empty else mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    weakref.finalize(data, os.close, descriptor)
+    return MappedFile(path, data, descriptor, _state(status))
 
 
 @dataclass(slots=True)
 class TensorStore:
-    """Finds the data of a model's tensors. `data` is the serialised model, `path` its file, if it has one."""
+    """Finds the data of a model's tensors. `data` is the serialised model, `path` its file, if it has one.
+
+    `mapped`: the files that were mapped, the model's own first.
+    """
 
     name: str
     data: memoryview
     path: str | None
     files: dict[str, memoryview] = field(default_factory=dict)
+    mapped: list[MappedFile] = field(default_factory=list)
+
+    @staticmethod
+    def of_file(path: str) -> TensorStore:
+        """The store of the model in a file. Raises OSError."""
+        file = map_file(path)
+        return TensorStore(path, file.data, path, mapped=[file])
+
+    def check_unchanged(self, *, current: bool = False) -> None:
+        """Raise ModelError if a mapped file was written to: what was computed from its weights is old, others are new.
+
+        `current`: also if there is another file, or none, at its path.
+        """
+        for file in self.mapped:
+            if file.written or (current and not file.current):
+                raise ModelError(
+                    f"{file.path}: the file has changed since it was read, so nothing was written: run it again"
+                )
 
     def const(self, proto: onnx.TensorProto) -> Const:
         """A tensor as a constant. Raises ModelError if its data is missing, misplaced or too short, or has no type."""
@@ -237,11 +291,12 @@ class TensorStore:
                 "refused: put the data file next to the model and write its bare name into it"
             )
         try:
-            data = map_file(path)
+            file = map_file(path)
         except OSError as error:
             raise ModelError(
                 f"{self.name}: the external data file {location!r} cannot be read ({error.strerror}): "
                 "put it next to the model"
             ) from error
-        self.files[location] = data
-        return data
+        self.mapped.append(file)
+        self.files[location] = file.data
+        return file.data

@@ -33,7 +33,7 @@ from xrlflow.cost.fine_tuning import fine_tuned
 from xrlflow.cost.history import History
 from xrlflow.cost.pretrained import PRETRAINED
 from xrlflow.ir import Graph
-from xrlflow.onnxio import ImportedModel, Source, load, preferring, to_proto
+from xrlflow.onnxio import ImportedModel, ModelError, Source, load, preferring, to_proto
 from xrlflow.ops.schema import OPSET
 from xrlflow.options import Common, OptionError, Options
 from xrlflow.pipeline import history
@@ -127,7 +127,8 @@ def opened(
     """The context of an optimisation that began at `begin`: with a temporary folder and, for TVM, a store of kernels.
 
     The store is the file `kernels`, or the one in the options, or the one in the user's cache directory. Raises
-    ModelError for a model that cannot be read, BackendError and StoreError.
+    ModelError for a model that cannot be read, or whose file changes before the end of the block, BackendError and
+    StoreError.
     """
     compiling = options.compiling
     target = target_of(options) if compiling else None
@@ -150,10 +151,26 @@ def opened(
                 check_supported(imported, library)
                 store = stack.enter_context(Store(options.store if kernels is None else kernels))
                 store.check()
+        stack.enter_context(_unchanged(imported))
         yield Context(
             options, Original(source, folder), imported, library, clock, Artifacts(folder), listener, target=target,
             store=store, database=database,
         )  # fmt: skip
+
+
+@contextmanager
+def _unchanged(imported: ImportedModel) -> Iterator[None]:
+    """Raise ModelError at the end of the block if the model's file has changed, instead of an error that the block
+    raises: it compares what was read with what is there."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            imported.store.check_unchanged(current=True)
+        except ModelError as changed:
+            raise changed from error
+        raise
+    imported.store.check_unchanged(current=True)
 
 
 def fed(context: Context) -> Context:
