@@ -10,7 +10,7 @@ import pytest
 
 from bench import space as bench
 from tests.tuning.measured import MACHINE
-from tests.tuning.test_layers import FORMS
+from tests.tuning.test_layers import WORKLOADS
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
@@ -20,7 +20,7 @@ from xrlflow.tuning.tuners.protocol import Measurement
 
 pytestmark = pytest.mark.measures
 
-LAYER = Layer(FORMS["a product"], False)
+LAYER = Layer(WORKLOADS["a product"], False)
 
 
 class Clock:

@@ -40,13 +40,13 @@ def test_a_child_has_this_package_and_a_session_of_its_own(
     monkeypatch.syspath_prepend(str(tmp_path / "ours"))
     monkeypatch.setenv("XRLFLOW_HERE", "inherited")
     with Child(XRLFLOW_THERE="new") as child:
-        found = child.call(surroundings)
-    assert found["package"] == xrlflow.__file__
-    assert found["json"] == json.__file__
-    assert str(tmp_path / "ours") in found["path"]
-    assert len(set(found["processes"])) == 1
-    assert found["processes"][0] != os.getpid()
-    assert found["variables"] == ("inherited", "new")
+        result = child.call(surroundings)
+    assert result["package"] == xrlflow.__file__
+    assert result["json"] == json.__file__
+    assert str(tmp_path / "ours") in result["path"]
+    assert len(set(result["processes"])) == 1
+    assert result["processes"][0] != os.getpid()
+    assert result["variables"] == ("inherited", "new")
 
 
 def double(number: int) -> int:

@@ -37,8 +37,8 @@ def drawing(ratios: Sequence[float]) -> Callable[[], Estimate | None]:
 
 
 def around(mean: float, spread: float, count: int, seed: int = 0) -> list[float]:
-    found: list[float] = np.random.default_rng(seed).normal(mean, spread, count).tolist()
-    return found
+    result: list[float] = np.random.default_rng(seed).normal(mean, spread, count).tolist()
+    return result
 
 
 @pytest.mark.parametrize("most", [3, 6, 8, 12, 40, 80])
@@ -54,36 +54,36 @@ def test_looks_share_the_error(most: int) -> None:
 
 
 def test_a_clear_gain_is_decided_at_the_first_look() -> None:
-    found = decide(drawing(around(0.05, 0.004, 40)), 40)
-    assert found.verdict is Verdict.FASTER
-    assert len(found.estimates) == SHIP.first
-    assert found.interval is not None
-    assert found.interval.low > 1.003
+    result = decide(drawing(around(0.05, 0.004, 40)), 40)
+    assert result.verdict is Verdict.FASTER
+    assert len(result.estimates) == SHIP.first
+    assert result.interval is not None
+    assert result.interval.low > 1.003
 
 
 def test_what_will_not_be_faster_is_given_up() -> None:
-    found = decide(drawing(around(0.0, 0.004, 40)), 40)
-    assert found.verdict is Verdict.NOT_FASTER
-    assert len(found.estimates) == SHIP.first
+    result = decide(drawing(around(0.0, 0.004, 40)), 40)
+    assert result.verdict is Verdict.NOT_FASTER
+    assert len(result.estimates) == SHIP.first
 
 
 def test_what_is_in_doubt_takes_longer() -> None:
-    found = decide(drawing(around(0.008, 0.012, 40)), 40)
-    assert len(found.estimates) > SHIP.first
+    result = decide(drawing(around(0.008, 0.012, 40)), 40)
+    assert len(result.estimates) > SHIP.first
 
 
 def test_a_gain_below_the_bar_is_none() -> None:
     """The gain is known precisely, but it is too small to be worth a file."""
-    found = decide(drawing(around(0.002, 1e-5, 40)), 40)
-    assert found.verdict is Verdict.NOT_FASTER
-    assert found.interval is not None
-    assert found.interval.low > 1.0
+    result = decide(drawing(around(0.002, 1e-5, 40)), 40)
+    assert result.verdict is Verdict.NOT_FASTER
+    assert result.interval is not None
+    assert result.interval.low > 1.0
 
 
 def test_two_estimates_decide_nothing() -> None:
-    found = decide(drawing([0.5, 0.5]), 40)
-    assert found.verdict is Verdict.TOO_FEW
-    assert found.interval is None
+    result = decide(drawing([0.5, 0.5]), 40)
+    assert result.verdict is Verdict.TOO_FEW
+    assert result.interval is None
 
 
 def test_few_that_agree_by_luck_decide_nothing() -> None:
@@ -225,9 +225,9 @@ def test_the_simulation_sees_who_looks_too_often(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("gain", [0.005, 0.02])
 def test_what_is_reported_is_neither_too_good_nor_too_bad(gain: float) -> None:
-    found = simulate(WORLDS[0], gain, 400, seed=1)
-    assert found.bias is not None
-    assert found.off is not None
-    assert abs(found.bias) < 0.0005 + 3 * found.off
-    assert found.covered is not None
-    assert found.covered > 0.9
+    result = simulate(WORLDS[0], gain, 400, seed=1)
+    assert result.bias is not None
+    assert result.off is not None
+    assert abs(result.bias) < 0.0005 + 3 * result.off
+    assert result.covered is not None
+    assert result.covered > 0.9

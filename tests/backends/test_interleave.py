@@ -41,63 +41,63 @@ class Bench:
 
 def test_ratios_are_right_and_the_control_holds_one() -> None:
     bench = Bench(0.010, 0.005, 0.020, noise=0.05)
-    found = interleave(bench.runs, threads=1, time_limit=60, clock=bench.clock, read_load=bench.load)
-    assert found.converged
-    assert found.speedups[0].low <= 2.0 <= found.speedups[0].high
-    assert found.speedups[1].low <= 0.5 <= found.speedups[1].high
-    assert found.control is not None
-    assert found.control.low <= 1.0 <= found.control.high
-    assert all(speedup.width < 0.01 for speedup in found.speedups)
-    assert not found.load.disturbed
-    assert [round(latency.median_ms) for latency in found.latencies] == [10, 5, 21]
+    result = interleave(bench.runs, threads=1, time_limit=60, clock=bench.clock, read_load=bench.load)
+    assert result.converged
+    assert result.speedups[0].low <= 2.0 <= result.speedups[0].high
+    assert result.speedups[1].low <= 0.5 <= result.speedups[1].high
+    assert result.control is not None
+    assert result.control.low <= 1.0 <= result.control.high
+    assert all(speedup.width < 0.01 for speedup in result.speedups)
+    assert not result.load.disturbed
+    assert [round(latency.median_ms) for latency in result.latencies] == [10, 5, 21]
 
 
 def test_drift_cancels() -> None:
     bench = Bench(0.010, 0.005, noise=0.02, drift=0.2)
-    found = interleave(bench.runs, threads=1, time_limit=60, clock=bench.clock, read_load=bench.load)
-    assert found.speedup.median == pytest.approx(2.0, rel=0.005)
+    result = interleave(bench.runs, threads=1, time_limit=60, clock=bench.clock, read_load=bench.load)
+    assert result.speedup.median == pytest.approx(2.0, rel=0.005)
 
 
 def test_a_turn_never_follows_one_of_the_same_model() -> None:
     bench = Bench(0.010, 0.010, noise=0.5)
-    found = interleave(
+    result = interleave(
         bench.runs, threads=1, time_limit=5, target_width=1e-9, clock=bench.clock, read_load=bench.load
     )
     # A turn consists of an untimed and a timed run.
     assert "000" not in bench.rounds()
     assert "111" not in bench.rounds()
-    assert found.samples > 16
+    assert result.samples > 16
 
 
 def test_fast_models_are_timed_in_batches() -> None:
     bench = Bench(1e-5, 3e-3)
-    found = interleave(bench.runs, threads=1, time_limit=1, clock=bench.clock, read_load=bench.load)
+    result = interleave(bench.runs, threads=1, time_limit=1, clock=bench.clock, read_load=bench.load)
     # Each round has two turns, each with an untimed run and a batch. Sometimes another run separates two turns of the
     # same model.
-    assert bench.rounds().count("0") / found.samples == pytest.approx(2 * 201, rel=0.05)
-    assert bench.rounds().count("1") / found.samples == pytest.approx(2 * 2, rel=0.2)
+    assert bench.rounds().count("0") / result.samples == pytest.approx(2 * 201, rel=0.05)
+    assert bench.rounds().count("1") / result.samples == pytest.approx(2 * 2, rel=0.2)
 
 
 def test_the_time_limit_holds_but_one_round_is_taken() -> None:
     bench = Bench(1.0, 1.0)
-    found = interleave(bench.runs, threads=1, time_limit=0.5, clock=bench.clock, read_load=bench.load)
-    assert found.samples == 1
-    assert (found.speedup.low, found.speedup.high) == (0.0, float("inf"))
-    assert not found.converged
+    result = interleave(bench.runs, threads=1, time_limit=0.5, clock=bench.clock, read_load=bench.load)
+    assert result.samples == 1
+    assert (result.speedup.low, result.speedup.high) == (0.0, float("inf"))
+    assert not result.converged
     bench = Bench(0.05, 0.05, noise=3.0)
-    found = interleave(bench.runs, threads=1, time_limit=20, clock=bench.clock, read_load=bench.load)
-    assert not found.converged
-    assert 10 < found.seconds < 24
+    result = interleave(bench.runs, threads=1, time_limit=20, clock=bench.clock, read_load=bench.load)
+    assert not result.converged
+    assert 10 < result.seconds < 24
 
 
 def test_without_a_control_a_round_is_one_turn_each() -> None:
     bench = Bench(0.010, 0.005)
-    found = interleave(
+    result = interleave(
         bench.runs, threads=1, time_limit=60, control=False, clock=bench.clock, read_load=bench.load
     )
-    assert found.control is None
-    assert found.trustworthy
-    assert found.speedup.median == pytest.approx(2.0)
+    assert result.control is None
+    assert result.trustworthy
+    assert result.speedup.median == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("slots", [2, 3, 4, 7])
@@ -128,10 +128,10 @@ def test_errors_of_a_run_come_through_and_the_collector_is_back() -> None:
 
 def test_timing_alone_is_cheap() -> None:
     bench = Bench(1e-4, noise=0.01)
-    found = time_alone(bench.runs[0], time_limit=0.02, clock=bench.clock)
-    assert found.median_ms == pytest.approx(0.1, rel=0.03)
-    assert found.p10_ms <= found.median_ms <= found.p90_ms
+    result = time_alone(bench.runs[0], time_limit=0.02, clock=bench.clock)
+    assert result.median_ms == pytest.approx(0.1, rel=0.03)
+    assert result.p10_ms <= result.median_ms <= result.p90_ms
     assert bench.now < 0.04
     slow = Bench(1.0)
     assert time_alone(slow.runs[0], time_limit=0.02, clock=slow.clock).samples == 1
-    assert found.seconds == pytest.approx(found.median_ms / 1e3)
+    assert result.seconds == pytest.approx(result.median_ms / 1e3)

@@ -91,7 +91,7 @@ def test_a_swallowed_end_comes_at_the_end() -> None:
         if error is not None:
             raise error
 
-    usual = signal.signal(signal.SIGTERM, end)
+    original = signal.signal(signal.SIGTERM, end)
     try:
         for error in (None, RuntimeError("an error in a callback")):
             with pytest.raises(SystemExit, match="143"):
@@ -99,7 +99,7 @@ def test_a_swallowed_end_comes_at_the_end() -> None:
             assert signal.getsignal(signal.SIGTERM) is end
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
-        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGTERM, original)
 
 
 def test_errors_without_an_interrupt_stay_what_they_are() -> None:

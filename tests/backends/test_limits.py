@@ -40,8 +40,8 @@ def test_version_2_takes_the_least_of_all_groups_around(tmp_path: Path) -> None:
             "cpu.stat": "usage_usec 12\nnr_periods 40\nnr_throttled 10\nthrottled_usec 7\n",
         },
     )  # fmt: skip
-    found = limits.limits(root)
-    assert found == limits.Limits((2,), 1.5, 1 << 30, 4096, 40, 10)
+    result = limits.limits(root)
+    assert result == limits.Limits((2,), 1.5, 1 << 30, 4096, 40, 10)
 
 
 @pytest.mark.parametrize("top", ["/", "/docker/a1b2"])
@@ -80,8 +80,8 @@ def test_what_is_not_understood_is_no_limit(tmp_path: Path, text: str) -> None:
         tmp_path, "0::/../..\nnonsense\n", V2 + "short - cgroup2\n",
         **{"": {"cpu.max": text, "memory.max": text, "cpu.stat": f"{text}\nnr_periods\n"}},
     )  # fmt: skip
-    found = limits.limits(root)
-    assert (found.cpus, found.memory) == (None, None)
+    result = limits.limits(root)
+    assert (result.cpus, result.memory) == (None, None)
 
 
 @pytest.mark.parametrize("group", ["a/" * 3000, "a\0b", "hidden/group"])

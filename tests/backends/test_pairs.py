@@ -83,9 +83,9 @@ def test_a_drift_through_the_process_cancels() -> None:
 def test_swapping_the_models_swaps_the_sign() -> None:
     turns = [turn(k % 2, 1.0 + 0.1 * math.sin(k * k), 0.01 * (k % 5)) for k in range(16)]
     swapped = [turn(1 - t.model, t.seconds, t.held_up) for t in turns]
-    found, other = estimate(turns), estimate(swapped)
-    assert found.ratio == pytest.approx(-other.ratio)
-    assert found.pairs == other.pairs
+    result, other = estimate(turns), estimate(swapped)
+    assert result.ratio == pytest.approx(-other.ratio)
+    assert result.pairs == other.pairs
 
 
 def test_pairs_that_were_held_up_are_left_out_unless_they_are_most() -> None:
@@ -99,8 +99,8 @@ def test_pairs_that_were_held_up_are_left_out_unless_they_are_most() -> None:
 
 def test_the_control_compares_the_baseline_with_itself() -> None:
     assert estimate([turn(0, 1.0), turn(1, 2.0)]).control is None
-    found = estimate([turn(0, 1.0), turn(1, 2.0), turn(0, 1.1), turn(1, 2.0)])
-    assert found.control == pytest.approx(-math.log(1.1))
+    result = estimate([turn(0, 1.0), turn(1, 2.0), turn(0, 1.1), turn(1, 2.0)])
+    assert result.control == pytest.approx(-math.log(1.1))
 
 
 def test_one_turn_is_no_comparison() -> None:

@@ -83,12 +83,12 @@ def test_equal_samples_are_a_point() -> None:
 
 
 def test_pooling_is_students_t() -> None:
-    found = pool([0.00, 0.02, 0.04])
-    assert found.mean == pytest.approx(0.02)
-    assert found.error == pytest.approx(0.02 / math.sqrt(3))
-    interval = found.interval(0.025)
-    assert math.log(interval.high) - found.mean == pytest.approx(4.303 * 0.02 / math.sqrt(3), rel=1e-3)
-    assert math.log(interval.high) - found.mean == pytest.approx(found.mean - math.log(interval.low))
+    result = pool([0.00, 0.02, 0.04])
+    assert result.mean == pytest.approx(0.02)
+    assert result.error == pytest.approx(0.02 / math.sqrt(3))
+    interval = result.interval(0.025)
+    assert math.log(interval.high) - result.mean == pytest.approx(4.303 * 0.02 / math.sqrt(3), rel=1e-3)
+    assert math.log(interval.high) - result.mean == pytest.approx(result.mean - math.log(interval.low))
 
 
 def test_one_estimate_has_no_spread() -> None:

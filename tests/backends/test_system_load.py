@@ -21,16 +21,16 @@ def after(seconds: float, own: float, other: float, steal: float = 0.0) -> Readi
 
 
 def test_alone() -> None:
-    found = judge(START, after(10, own=19.5, other=0.1), threads=2, cpus=2)
-    assert not found.disturbed
-    assert found.own == pytest.approx(1.95)
-    assert found.other == pytest.approx(0.008)  # less a tick for each CPU
+    result = judge(START, after(10, own=19.5, other=0.1), threads=2, cpus=2)
+    assert not result.disturbed
+    assert result.own == pytest.approx(1.95)
+    assert result.other == pytest.approx(0.008)  # less a tick for each CPU
 
 
 def test_a_competitor_on_our_cpus() -> None:
-    found = judge(START, after(10, own=12, other=7), threads=2, cpus=2)
-    assert found.disturbed
-    assert found.other_fraction == pytest.approx((0.7 - 0.002) / 2)
+    result = judge(START, after(10, own=12, other=7), threads=2, cpus=2)
+    assert result.disturbed
+    assert result.other_fraction == pytest.approx((0.7 - 0.002) / 2)
 
 
 def test_others_may_use_half_of_the_cpus_that_we_leave() -> None:
@@ -44,9 +44,9 @@ def test_stolen_time_disturbs() -> None:
 
 
 def test_a_tick_more_or_less_is_no_load() -> None:
-    found = judge(START, after(0.05, own=0.1, other=0.02, steal=0.01), threads=2, cpus=2)
-    assert not found.disturbed
-    assert found.other == 0.0
+    result = judge(START, after(0.05, own=0.1, other=0.02, steal=0.01), threads=2, cpus=2)
+    assert not result.disturbed
+    assert result.other == 0.0
 
 
 def test_more_threads_than_cpus() -> None:

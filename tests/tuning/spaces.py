@@ -56,12 +56,12 @@ class MadeUp:
         return (self.size,) * 6 + (1,) * 7
 
     def everything(self, machine: Any) -> list[Choice]:
-        found = []
+        result = []
         for number, kind in enumerate(self.kinds):
             names = [name for name, _ in kind]
             for values in itertools.product(*(values for _, values in kind)):
-                found.append(Choice((("algorithm", number), *zip(names, values))))
-        return found
+                result.append(Choice((("algorithm", number), *zip(names, values))))
+        return result
 
     def numbers(self, choice: Choice) -> dict[str, int]:
         return dict(choice.numbers)
@@ -80,8 +80,8 @@ class MadeUp:
 
 @cache
 def space_of(layer: MadeUp) -> DesignSpace:
-    made: Any = layer
-    return DesignSpace.of(made, MACHINE)
+    as_layer: Any = layer
+    return DesignSpace.of(as_layer, MACHINE)
 
 
 PRODUCT = MadeUp(

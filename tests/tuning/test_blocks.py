@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.backends.tvm.kernels.test_bands import block
+from tests.backends.tvm.kernels.test_bands import block_graph
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from tests.tuning.measured import MACHINE, put, setting, times, tune_one
 from xrlflow import api
@@ -56,7 +56,7 @@ SILU = (
     Step("relax.multiply", (Earlier(1), Earlier(2))),
 )
 RESIDUAL = (BIAS, Step("relax.add", (Extra(False), Earlier(1))))
-FORMS = {
+WORKLOADS = {
     "a residual": ConvBlock((1, 9, 9, 16), (1, 9, 9, 48), (1, 9, 9, 16), (3, 3), (1, 1), 1, 1, RELU, RELU, RESIDUAL),
     "strides, odd channels, a batch": ConvBlock(
         (2, 9, 8, 11), (2, 5, 4, 37), (2, 5, 4, 13), (5, 5), (2, 2), 2, 2, SILU, SILU, ()
@@ -68,8 +68,8 @@ FORMS = {
         (1, 9, 9, 32), (1, 9, 9, 32), (1, 9, 9, 32), (3, 3), (1, 1), 1, 1, RELU, RELU, RELU
     ),
 }  # fmt: skip
-BLOCK = Block(FORMS["a residual"], far=False)
-MODEL = block("1,16,9,9", 48, "1,16,9,9", end="y = Add(x, p)")
+BLOCK = Block(WORKLOADS["a residual"], far=False)
+MODEL = block_graph("1,16,9,9", 48, "1,16,9,9", end="y = Add(x, p)")
 CHAIN = (
     "(float[1,32,20,20] x, float[32,1,3,3] w, float[64,32,1,1] w1, float[64,1,3,3] w2, float[32,64,1,1] w3,"
     " float[32,32,1,1] v) => (float[1,32,20,20] y) { z = Conv(x, v) a = Conv<group=32, pads=[1,1,1,1]>(z, w)"
@@ -79,20 +79,20 @@ CHAIN = (
 """Two depthwise convolutions with a 1x1 convolution between them, which can be fused with either of them."""
 
 
-def untuned(known: Block) -> BlockChoice:
+def untuned(block: Block) -> BlockChoice:
     """The block's untuned kernel in bands."""
-    return known.untuned(MACHINE)[1]
+    return block.untuned(MACHINE)[1]
 
 
-def other(known: Block) -> BlockChoice:
+def other(block: Block) -> BlockChoice:
     """Another kernel in bands than the untuned one."""
-    return next(choice for choice in known.everything(MACHINE) if choice not in known.untuned(MACHINE))
+    return next(choice for choice in block.everything(MACHINE) if choice not in block.untuned(MACHINE))
 
 
-def blocks_of(text: str, known: StoredTimes | None = None) -> list[Block]:
-    seen = LayerLog(known)
-    fuse(import_model(network(text)), MACHINE, algorithms=Algorithms(timings=seen))
-    return seen.blocks
+def blocks_of(text: str, timings: StoredTimes | None = None) -> list[Block]:
+    log = LayerLog(timings)
+    fuse(import_model(network(text)), MACHINE, algorithms=Algorithms(timings=log))
+    return log.blocks
 
 
 def bands_in(text: str, algorithms: Algorithms) -> int:
@@ -102,28 +102,28 @@ def bands_in(text: str, algorithms: Algorithms) -> int:
 
 
 def test_a_store_knows_blocks_of_earlier_versions() -> None:
-    assert Block(FORMS["a residual"], True).key == "block af73935ad39dcfb1e8b60a27"
+    assert Block(WORKLOADS["a residual"], True).key == "block af73935ad39dcfb1e8b60a27"
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_all_ways_of_a_block_compute_the_same(name: str, pool: Pool) -> None:
-    known = Block(FORMS[name], far=False)
-    wanted = known.expected(MACHINE)
-    assert wanted.shape == known.workload.out
-    some = [*known.untuned(MACHINE), other(known)]
+    block = Block(WORKLOADS[name], far=False)
+    wanted = block.expected(MACHINE)
+    assert wanted.shape == block.workload.out
+    some = [*block.untuned(MACHINE), other(block)]
     assert [choice.blocking is None for choice in some] == [True, False, False]
-    modules = [known.kernel(choice, MACHINE) for choice in some]
+    modules = [block.kernel(choice, MACHINE) for choice in some]
     with pool.built(MACHINE.target(), modules) as built:
         for choice, kernel in zip(some, built):
             assert kernel is not None
             assert not isinstance(kernel, Measurement)
-            (found,) = pool.called(kernel, known.arguments(choice, MACHINE))
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max())
+            (result,) = pool.called(kernel, block.arguments(choice, MACHINE))
+            np.testing.assert_allclose(result, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max())
 
 
 def test_what_is_expected_is_the_block() -> None:
     """Compares with ONNX Runtime: the block of a workload has the right operators, paddings and layouts."""
-    workload = FORMS["strides, odd channels, a batch"]
+    workload = WORKLOADS["strides, odd channels, a batch"]
     drawn = blocks._samples(workload)
     assert drawn.expand is not None
     assert drawn.project is not None
@@ -142,8 +142,8 @@ def test_what_is_expected_is_the_block() -> None:
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (wanted,) = runtime.run({"x": np.ascontiguousarray(drawn.image.transpose(0, 3, 1, 2))})
-    found = Block(workload, False).expected(MACHINE).transpose(0, 3, 1, 2)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    result = Block(workload, False).expected(MACHINE).transpose(0, 3, 1, 2)
+    np.testing.assert_allclose(result, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["a residual", "expansion alone", "projection alone"])
@@ -162,17 +162,17 @@ def test_a_block_of_a_model_has_this_form(name: str) -> None:
             " d = Conv(f, w1, b1) y = Relu(d) }"
         ),
     }
-    (found,) = blocks_of(texts[name])
-    assert not found.far
-    workload = found.workload
+    (result,) = blocks_of(texts[name])
+    assert not result.far
+    workload = result.workload
     assert replace(workload, expand=None, depthwise=(), project=None) == replace(
-        FORMS[name], expand=None, depthwise=(), project=None
+        WORKLOADS[name], expand=None, depthwise=(), project=None
     )
     assert [s is None for s in (workload.expand, workload.project)] == [
-        s is None for s in (FORMS[name].expand, FORMS[name].project)
+        s is None for s in (WORKLOADS[name].expand, WORKLOADS[name].project)
     ]
     if name != "a residual":
-        assert workload == FORMS[name]
+        assert workload == WORKLOADS[name]
 
 
 def test_an_expansion_that_is_read_elsewhere_is_no_part_of_a_block() -> None:
@@ -182,31 +182,34 @@ def test_an_expansion_that_is_read_elsewhere_is_no_part_of_a_block() -> None:
         " => (float[1,16,9,9] y, float[1,48,9,9] f) { e = Conv(x, w) f = Relu(e)"
         " d = Conv<group=48, pads=[1,1,1,1]>(f, w1) a = Relu(d) y = Conv(a, w2) }"
     )
-    (found,) = blocks_of(text)
-    assert found.workload.expand is None
-    assert found.workload.project is not None
+    (result,) = blocks_of(text)
+    assert result.workload.expand is None
+    assert result.workload.project is not None
 
 
 @pytest.mark.parametrize("far", [False, True])
 def test_blocks_know_where_their_weights_come_from(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xrlflow.backends.tvm.fusion.bands.weights_from_memory", lambda main: far)
-    (found,) = blocks_of(MODEL)
-    assert found.far == far
+    (result,) = blocks_of(MODEL)
+    assert result.far == far
 
 
 def test_every_way_is_stored() -> None:
-    found = BLOCK.everything(MACHINE)
+    result = BLOCK.everything(MACHINE)
     assert (
         {APART, BlockChoice(bands_plan.best_blocking(BLOCK.workload, MACHINE))}
         == {*BLOCK.untuned(MACHINE)}
-        <= {*found}
+        <= {*result}
     )
-    assert [BlockChoice.stored(choice.text) for choice in found] == found
+    assert [BlockChoice.stored(choice.text) for choice in result] == result
 
 
 def test_keys_are_those_of_blocks() -> None:
     keys = [
-        known.key for workload in FORMS.values() for far in (False, True) for known in [Block(workload, far)]
+        block.key
+        for workload in WORKLOADS.values()
+        for far in (False, True)
+        for block in [Block(workload, far)]
     ]
     assert len(set(keys)) == len(keys)
     assert all(key.startswith("block ") for key in keys)
@@ -217,9 +220,9 @@ def test_blocks_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pyt
     checked: list[BlockChoice] = []
     arguments = Block.arguments
 
-    def watched(known: Block, choice: BlockChoice, machine: Any) -> Any:
+    def watched(block: Block, choice: BlockChoice, machine: Any) -> Any:
         checked.append(choice)
-        return arguments(known, choice, machine)
+        return arguments(block, choice, machine)
 
     monkeypatch.setattr(Block, "arguments", watched)
     assert tune_one(store, BLOCK, 3).measured == 3
@@ -227,11 +230,13 @@ def test_blocks_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pyt
     records = store.records(BLOCK.key, setting())
     assert {record.candidate for record in records} == {key_of(BLOCK, choice, MACHINE) for choice in checked}
     assert all(record.error is None for record in records)
-    found = times(store).of_block(BLOCK.workload, far=False)
-    assert found is not None
-    assert found.seconds > 0
-    assert BlockChoice(found.blocking) in checked
-    assert times(store).of_block(BLOCK.workload, far=True) == found, "at another distance, for want of better"
+    result = times(store).of_block(BLOCK.workload, far=False)
+    assert result is not None
+    assert result.seconds > 0
+    assert BlockChoice(result.blocking) in checked
+    assert times(store).of_block(BLOCK.workload, far=True) == result, (
+        "at another distance, for want of better"
+    )
     assert tune_one(store, BLOCK, 3).measured == 0
 
 
@@ -246,15 +251,15 @@ def test_kernels_that_compute_something_else_are_no_choice(
     monkeypatch.setattr(blocks, "_in_bands", wrong)
     tune_one(store, BLOCK, 3)
     assert sum("off by" in (record.error or "") for record in store.records(BLOCK.key)) == 2
-    found = times(store).of_block(BLOCK.workload, far=False)
-    assert found is not None
-    assert found.blocking is None
+    result = times(store).of_block(BLOCK.workload, far=False)
+    assert result is not None
+    assert result.blocking is None
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_one_by_one_there_is_a_kernel_for_each_convolution(name: str) -> None:
     """Otherwise the comparison would be between bands and bands."""
-    workload = FORMS[name]
+    workload = WORKLOADS[name]
     called = [call.kernel for call in plan_of(sequence(blocks._scheduled(workload, MACHINE))).calls]
     assert len(called) == 1 + (workload.expand is not None) + (workload.project is not None)
     assert all("conv2d" in kernel for kernel in called)
@@ -308,8 +313,8 @@ CHOSEN: dict[str, tuple[Times, Times, Times, str]] = {
 }
 
 
-def choices_of(known: Block) -> dict[str, BlockChoice]:
-    return {"apart": APART, "untuned": untuned(known), "other": other(known)}
+def choices_of(block: Block) -> dict[str, BlockChoice]:
+    return {"apart": APART, "untuned": untuned(block), "other": other(block)}
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -318,9 +323,9 @@ def test_what_is_chosen(name: str, store: Store) -> None:
     options = choices_of(BLOCK)
     for choice, measured in zip(options.values(), seconds):
         put(store, BLOCK, choice, *measured, error=None if measured else "died")
-    found = times(store).of_block(BLOCK.workload, far=False)
-    assert found is not None
-    assert BlockChoice(found.blocking) == options[wanted]
+    result = times(store).of_block(BLOCK.workload, far=False)
+    assert result is not None
+    assert BlockChoice(result.blocking) == options[wanted]
 
 
 @pytest.mark.parametrize("choice", ["apart", "untuned"])
@@ -333,17 +338,17 @@ def test_a_block_that_was_measured_one_way_only_is_estimated(choice: str, store:
 
 def test_a_block_that_stays_apart_untuned_does_so_unless_bands_are_clearly_faster(store: Store) -> None:
     workload = replace(
-        FORMS["projection alone"], image=(1, 20, 20, 48), middle=(1, 20, 20, 48), out=(1, 20, 20, 16)
+        WORKLOADS["projection alone"], image=(1, 20, 20, 48), middle=(1, 20, 20, 48), out=(1, 20, 20, 16)
     )
-    known = Block(workload, far=False)
-    assert known.untuned_choice(MACHINE) == APART
-    put(store, known, APART, *[1e-3] * 4)
-    put(store, known, untuned(known), *[0.99e-3] * 4)
+    block = Block(workload, far=False)
+    assert block.untuned_choice(MACHINE) == APART
+    put(store, block, APART, *[1e-3] * 4)
+    put(store, block, untuned(block), *[0.99e-3] * 4)
     assert times(store).of_block(workload, far=False) == TimedBlock(pytest.approx(1e-3, rel=1e-3))
-    put(store, known, untuned(known), *[0.5e-3] * 8)
-    found = times(store).of_block(workload, far=False)
-    assert found is not None
-    assert found.blocking == untuned(known).blocking
+    put(store, block, untuned(block), *[0.5e-3] * 8)
+    result = times(store).of_block(workload, far=False)
+    assert result is not None
+    assert result.blocking == untuned(block).blocking
 
 
 OTHER_PLAN = BandBlocking(Tile(3, 17), Tile(3, 17), 16, 17, 5)
@@ -362,10 +367,10 @@ OTHER_PLAN = BandBlocking(Tile(3, 17), Tile(3, 17), 16, 17, 5)
 )  # fmt: skip
 def test_plans_that_are_unknown_or_no_longer_a_choice_are_ignored(text: str, store: Store) -> None:
     """The estimate is used, as without these records."""
-    (known,) = blocks_of(MODEL)
-    put(store, known, APART, *[1e-3] * 4)
-    store.put(Record(known.key, setting(), "code", text, (1e-9,), None, time.time()))
-    assert times(store).of_block(known.workload, known.far) is None
+    (block,) = blocks_of(MODEL)
+    put(store, block, APART, *[1e-3] * 4)
+    store.put(Record(block.key, setting(), "code", text, (1e-9,), None, time.time()))
+    assert times(store).of_block(block.workload, block.far) is None
     assert bands_in(MODEL, Algorithms(timings=times(store))) == 1
 
 
@@ -388,17 +393,17 @@ def test_a_blocking_that_was_given_up_is_ignored(store: Store, monkeypatch: pyte
 @pytest.mark.parametrize("kind", [float, bool])
 def test_numbers_of_another_type_are_no_blocking(field: str, kind: type, store: Store) -> None:
     """2.0 equals 2 and true equals 1 in Python, but loops cannot have such sizes."""
-    (known,) = blocks_of(MODEL)
-    name, blocking = json.loads(untuned(known).text)
+    (block,) = blocks_of(MODEL)
+    name, blocking = json.loads(untuned(block).text)
     number = blocking["expand"]["rows"] if field == "expand" else blocking[field]
     wrong = kind(number)
     blocking[field] = {**blocking["expand"], "rows": wrong} if field == "expand" else wrong
     text = json.dumps([name, blocking])
     assert BlockChoice.stored(text) is None
-    put(store, known, APART, *[1e-3] * 4)
-    key = key_of(known, untuned(known), MACHINE)
-    store.put(Record(known.key, setting(), key, text, (1e-9,), None, time.time()))
-    assert times(store).of_block(known.workload, known.far) is None
+    put(store, block, APART, *[1e-3] * 4)
+    key = key_of(block, untuned(block), MACHINE)
+    store.put(Record(block.key, setting(), key, text, (1e-9,), None, time.time()))
+    assert times(store).of_block(block.workload, block.far) is None
 
 
 def test_nested_nonsense_is_no_way() -> None:
@@ -415,18 +420,18 @@ def test_times_of_other_code_are_ignored(store: Store) -> None:
     put(store, BLOCK, other(BLOCK), *[0.5e-3] * 4)
     put(store, BLOCK, untuned(BLOCK), *[1e-9] * 4, key="another kernel")
     put(store, BLOCK, untuned(BLOCK), *[0.4e-3] * 9, key="yet another kernel")
-    found = times(store).of_block(BLOCK.workload, far=False)
-    assert found is not None
-    assert found.blocking == other(BLOCK).blocking
+    result = times(store).of_block(BLOCK.workload, far=False)
+    assert result is not None
+    assert result.blocking == other(BLOCK).blocking
     for machine, threads, device in ((MACHINE, 1, None), (MACHINE, 2, "raspberry")):
         assert StoredTimes.on(store, machine, threads, device).of_block(BLOCK.workload, far=False) is None
 
 
 def tuned_store(store: Store, text: str, fastest: str) -> None:
     """Store times of a model's blocks, among which one choice is the fastest."""
-    for known in together(blocks_of(text)):
-        for name, choice in choices_of(known).items():
-            put(store, known, choice, *[0.5e-3 if name == fastest else 1e-3] * 4)
+    for block in together(blocks_of(text)):
+        for name, choice in choices_of(block).items():
+            put(store, block, choice, *[0.5e-3 if name == fastest else 1e-3] * 4)
 
 
 @pytest.mark.parametrize("fastest", ["apart", "untuned", "other"])
@@ -434,12 +439,12 @@ def test_a_compilation_uses_what_was_measured(
     fastest: str, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned_store(store, MODEL, fastest)
-    (known,) = blocks_of(MODEL)
-    made: list[BandBlocking] = []
+    (block,) = blocks_of(MODEL)
+    used: list[BandBlocking] = []
     kernel = blocks.kernel
 
     def watched(workload: ConvBlock, blocking: BandBlocking) -> Any:
-        made.append(blocking)
+        used.append(blocking)
         return kernel(workload, blocking)
 
     monkeypatch.setattr("xrlflow.backends.tvm.fusion.bands.kernel", watched)
@@ -449,10 +454,10 @@ def test_a_compilation_uses_what_was_measured(
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (wanted,) = runtime.run(given)
     with compiled(model, MACHINE, threads=2, algorithms=algorithms) as lowered:
-        (found,) = lowered.run(given)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6 * np.abs(np.asarray(wanted)).max())
-    assert set(made) == {
-        blocking for blocking in [choices_of(known)[fastest].blocking] if blocking is not None
+        (result,) = lowered.run(given)
+    np.testing.assert_allclose(result, wanted, rtol=0, atol=8e-6 * np.abs(np.asarray(wanted)).max())
+    assert set(used) == {
+        blocking for blocking in [choices_of(block)[fastest].blocking] if blocking is not None
     }
 
 
@@ -463,16 +468,16 @@ def test_kernels_beside_a_file_use_what_was_measured(fastest: str, store: Store,
     path = tmp_path / "model.onnx"
     onnx.save(model, path)
     blocking = Lowering(ExecutionTarget(MACHINE), {}, str(tmp_path), store)
-    made = blocking.hybrid(str(path), [{}], str(path.with_name("made.onnx")))
-    assert any(b"bands" in code for code in made.library.code) == (fastest != "apart")
-    made.save(tmp_path / "fast.onnx")
+    used = blocking.hybrid(str(path), [{}], str(path.with_name("made.onnx")))
+    assert any(b"bands" in code for code in used.library.code) == (fastest != "apart")
+    used.save(tmp_path / "fast.onnx")
     given = numbers(model)
     with open_model(str(path), threads=1) as runtime:
         (wanted,) = runtime.run(given)
     options = with_library(None, str(library_path(tmp_path / "fast.onnx")))
     with open_model(str(tmp_path / "fast.onnx"), threads=2, session_options=options) as runtime:
-        (found,) = runtime.run(given)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6 * np.abs(np.asarray(wanted)).max())
+        (result,) = runtime.run(given)
+    np.testing.assert_allclose(result, wanted, rtol=0, atol=8e-6 * np.abs(np.asarray(wanted)).max())
 
 
 def test_a_store_without_blocks_leaves_them_to_the_estimates(store: Store) -> None:
@@ -480,19 +485,19 @@ def test_a_store_without_blocks_leaves_them_to_the_estimates(store: Store) -> No
     text = MODEL.replace("y = Add(x, p)", "y = Conv<pads=[1,1,1,1]>(p, v)").replace(
         "float[16] b2", "float[16] b2, float[16,16,3,3] v"
     )
-    seen = LayerLog()
-    fuse(import_model(network(text)), MACHINE, algorithms=Algorithms(timings=seen))
-    (convolution,) = seen.layers
+    log = LayerLog()
+    fuse(import_model(network(text)), MACHINE, algorithms=Algorithms(timings=log))
+    (convolution,) = log.layers
     assert isinstance(convolution, Layer)
     put(store, convolution, convolution.untuned_choice(Algorithm.TILES, MACHINE), *[1e-3] * 4)
     store.close()
     with Store(store.path) as again:
-        known = times(again)
-        assert known.of(convolution.workload, convolution.far).keys() == {Algorithm.TILES}
-        assert bands_in(text, Algorithms(timings=known)) == bands_in(text, Algorithms()) == 1
+        stored = times(again)
+        assert stored.of(convolution.workload, convolution.far).keys() == {Algorithm.TILES}
+        assert bands_in(text, Algorithms(timings=stored)) == bands_in(text, Algorithms()) == 1
         tuned_store(again, text, "apart")
-        assert known.of(convolution.workload, convolution.far).keys() == {Algorithm.TILES}
-        assert bands_in(text, Algorithms(timings=known)) == 0
+        assert stored.of(convolution.workload, convolution.far).keys() == {Algorithm.TILES}
+        assert bands_in(text, Algorithms(timings=stored)) == 0
 
 
 def test_what_comes_apart_leaves_its_convolutions_to_others(store: Store) -> None:
@@ -508,7 +513,7 @@ def test_what_comes_apart_leaves_its_convolutions_to_others(store: Store) -> Non
 
 
 def test_equal_blocks_are_one() -> None:
-    assert [known.weight for known in together([BLOCK, BLOCK, replace(BLOCK, far=True)])] == [2, 1]
+    assert [block.weight for block in together([BLOCK, BLOCK, replace(BLOCK, far=True)])] == [2, 1]
     assert BLOCK.work == 81 * 48 * (16 + 9 + 16)
 
 
@@ -520,7 +525,7 @@ def test_results_say_what_was_chosen(store: Store) -> None:
     assert (row.heuristic, row.chosen) == (str(untuned(BLOCK)), "one by one")
     assert row.heuristic_seconds == pytest.approx(2e-3, rel=1e-3)
     assert row.chosen_seconds == row.plain_seconds == pytest.approx(1e-3, rel=1e-3)
-    (row,) = block_results([Block(FORMS["projection alone"], False)], times(store))
+    (row,) = block_results([Block(WORKLOADS["projection alone"], False)], times(store))
     assert row.chosen == row.heuristic
     assert row.chosen_seconds is row.heuristic_seconds is row.plain_seconds is None
 
@@ -546,7 +551,7 @@ def test_tune_measures_blocks(tmp_path: Path) -> None:
     """From the command to the report. The next compilation uses the stored times."""
     path = tmp_path / "store.sqlite"
     untuned_blocks = blocks_of(CHAIN, None)
-    found = api.tune(
+    result = api.tune(
         network(CHAIN),
         trials=24,
         batch=3,
@@ -556,20 +561,20 @@ def test_tune_measures_blocks(tmp_path: Path) -> None:
         measure=False,
         rewrite=False,
     )
-    assert found.verification is not None
-    assert found.verification.verified
-    rows = [row for row in found.to_json()["layers"] if "block" in row["name"]]
+    assert result.verification is not None
+    assert result.verification.verified
+    rows = [row for row in result.to_json()["layers"] if "block" in row["name"]]
     with Store(path) as store:
         used = blocks_of(CHAIN, times(store))
         tasks = set(store.tasks())
-        assert any(known.key in tasks for known in untuned_blocks)
-        assert [row["name"] for row in rows] == [known.name for known in used]
+        assert any(block.key in tasks for block in untuned_blocks)
+        assert [row["name"] for row in rows] == [block.name for block in used]
         fused = bands_in(CHAIN, Algorithms(timings=times(store)))
-    for row, known in zip(
+    for row, block in zip(
         rows, used
     ):  # one that others made possible when all trials were spent has no times
         seconds = [row["plain_us"], row["heuristic_us"], row["best_us"]]
-        assert all(second > 0 for second in seconds) if known.key in tasks else seconds == [None] * 3
+        assert all(second > 0 for second in seconds) if block.key in tasks else seconds == [None] * 3
     assert fused == sum(row["algorithm"].startswith("bands of") for row in rows)
 
 
@@ -578,12 +583,12 @@ def one_by_one(asked: list[list[str]]) -> Any:
     call."""
 
     def faked(tasks: Any, maker: Any, *, store: Store, pool: LayerMeasurer, **_: Any) -> TuningResult:
-        blocks = [known for known in pool.layers.layers if isinstance(known, Block)]
+        blocks = [block for block in pool.layers.layers if isinstance(block, Block)]
         if blocks:
-            asked.append([known.name for known in blocks])
-        for known in blocks:
-            put(store, known, APART, *[1e-3] * 4)
-            put(store, known, untuned(known), *[2e-3] * 4)
+            asked.append([block.name for block in blocks])
+        for block in blocks:
+            put(store, block, APART, *[1e-3] * 4)
+            put(store, block, untuned(block), *[2e-3] * 4)
         return TuningResult((), Stop.TRIALS, 0.0, 0.0, 0.0)
 
     return faked
@@ -595,7 +600,7 @@ def test_blocks_that_others_made_possible_are_measured(
     """Every block is faster one by one. So the first block leaves its 1x1 convolution to the second one."""
     asked: list[list[str]] = []
     monkeypatch.setattr("xrlflow.tuning.models.tune", one_by_one(asked))
-    found = api.tune(
+    result = api.tune(
         network(CHAIN), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
     )
     assert asked == [
@@ -605,9 +610,9 @@ def test_blocks_that_others_made_possible_are_measured(
         ],
         ["3x3 block of 32 to 64 to 32 channels at 20x20"],
     ]
-    assert found.verification is not None
-    assert found.verification.verified
-    rows = [row for row in found.to_json()["layers"] if "block" in row["name"]]
+    assert result.verification is not None
+    assert result.verification.verified
+    rows = [row for row in result.to_json()["layers"] if "block" in row["name"]]
     assert [row["name"] for row in rows] == [asked[0][0], asked[1][0]]
     assert [row["algorithm"] for row in rows] == ["one by one"] * 2
 
@@ -625,10 +630,10 @@ def test_blocks_are_measured_until_no_more_come_apart(
     )
     asked: list[list[str]] = []
     monkeypatch.setattr("xrlflow.tuning.models.tune", one_by_one(asked))
-    found = api.tune(
+    result = api.tune(
         network(text), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
     )
     assert [len(names) for names in asked] == [3, 1, 1]
-    rows = [row for row in found.to_json()["layers"] if "block" in row["name"]]
+    rows = [row for row in result.to_json()["layers"] if "block" in row["name"]]
     assert [row["name"] for row in rows] == [asked[0][0], asked[1][0], asked[2][0]]
     assert all(row["best_us"] is not None for row in rows)

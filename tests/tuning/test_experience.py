@@ -58,10 +58,10 @@ def order(one: Floats, other: Floats) -> float:
 @pytest.mark.parametrize("layer", [CONVOLUTION, TINY])
 def test_kernels_are_ordered_by_what_others_have_shown(layer: MadeUp) -> None:
     space, candidates = drawn(layer, 60)
-    told = Surrogate(space, 0, learned(PRODUCT))
-    assert told.ready
+    surrogate = Surrogate(space, 0, learned(PRODUCT))
+    assert surrogate.ready
     truth = np.array([-o.median for _, o in measured(space, candidates)], np.float32)
-    assert order(told.rank(candidates), truth) > 0.5
+    assert order(surrogate.rank(candidates), truth) > 0.5
     assert not Surrogate(space, 0, Experience.none()).ready
 
 
@@ -85,9 +85,9 @@ def test_however_much_or_little_others_have_shown_measurements_here_outweigh_it(
     space, candidates = drawn(CONVOLUTION, 160)
     pairs = measured(space, candidates)
     truth = np.array([-o.median for _, o in pairs], np.float32)
-    told = Surrogate(space, 0)
-    told.add(pairs[:others])
-    true = told.experience
+    surrogate = Surrogate(space, 0)
+    surrogate.add(pairs[:others])
+    true = surrogate.experience
     wrong = Experience(np.tile(true.kernels, (times, 1)), np.tile(1 - true.scores, times))
     misled = Surrogate(space, 0, wrong)
     misled.add(pairs[:own])
@@ -147,7 +147,7 @@ def test_an_agent_begins_with_what_it_has_measured_before(tmp_path: Path) -> Non
     other = space_of(CONVOLUTION)
     first = ChameleonTuner(other, 0, WALKS, agent).propose(8)
     anyhow = RandomTuner(other, 0).propose(60)
-    ours, theirs = ([o.median for _, o in measured(other, found)] for found in (first, anyhow))
+    ours, theirs = ([o.median for _, o in measured(other, result)] for result in (first, anyhow))
     faster = [np.mean(np.array(theirs) < time) for time in ours]
     assert np.mean(faster) < 0.25  # of the kernels drawn at random; of one of those it would be a half
 

@@ -83,7 +83,7 @@ def other(layer: Layer, algorithm: Algorithm) -> KernelChoice:
 
 
 TWICE = (Step("relax.sigmoid", (Earlier(0),)), Step("relax.multiply", (Earlier(0), Earlier(1))))
-FORMS: dict[str, LayerWorkload] = {
+WORKLOADS: dict[str, LayerWorkload] = {
     "steps": LAYER.workload,
     "odd sizes, one side padded": of_3x3((2, 7, 9, 19), (2, 8, 7, 23), (2, 0), STEPS[:1]),
     "groups": of_3x3((1, 6, 6, 32), (1, 6, 6, 48), (1, 1), groups=2),
@@ -108,13 +108,13 @@ FORMS: dict[str, LayerWorkload] = {
 
 
 def test_a_store_knows_layers_of_earlier_versions() -> None:
-    assert Layer(FORMS["steps"], False).key == "layer dee02171d85ffa186470c1d0"
-    assert Layer(FORMS["a product"], False).key == "layer 68839784d39d7d14bc0ff963"
+    assert Layer(WORKLOADS["steps"], False).key == "layer dee02171d85ffa186470c1d0"
+    assert Layer(WORKLOADS["a product"], False).key == "layer 68839784d39d7d14bc0ff963"
 
 
-@pytest.mark.parametrize("name", whole(FORMS, [*FORMS][::3]))
+@pytest.mark.parametrize("name", whole(WORKLOADS, [*WORKLOADS][::3]))
 def test_all_kernels_of_a_layer_compute_the_same(name: str, pool: Pool) -> None:
-    layer = Layer(FORMS[name], far=False)
+    layer = Layer(WORKLOADS[name], far=False)
     wanted = layer.expected(MACHINE)
     assert wanted.shape == layer.workload.out
     some = [
@@ -129,30 +129,30 @@ def test_all_kernels_of_a_layer_compute_the_same(name: str, pool: Pool) -> None:
             if (arguments := layer.arguments(choice, MACHINE)) is None:
                 assert choice == layer.untuned_choice(TILES, MACHINE)
                 continue
-            (found,) = pool.called(kernel, arguments)
+            (result,) = pool.called(kernel, arguments)
             np.testing.assert_allclose(
-                found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max(), err_msg=str(choice)
+                result, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max(), err_msg=str(choice)
             )
 
 
 def test_a_tile_leaves_the_kernel_to_the_next_one() -> None:
     """TVM's schedule changes a module if no variable refers to it. Then all of 64 tiles but the first failed, or
     started from the remains of the one before."""
-    alone = tiles.only_kernel(tiles.fused(FORMS["groups and strides"], MACHINE))
+    alone = tiles.only_kernel(tiles.fused(WORKLOADS["groups and strides"], MACHINE))
     assert alone is not None
     before = alone.kernel.script()
-    tile_options = tiles.tile_choices(FORMS["groups and strides"], MACHINE)
-    found = [tiles.tiled(alone, tile_option, MACHINE) for tile_option in tile_options]
+    tile_options = tiles.tile_choices(WORKLOADS["groups and strides"], MACHINE)
+    result = [tiles.tiled(alone, tile_option, MACHINE) for tile_option in tile_options]
     assert alone.kernel.script() == before
-    assert sum(kernel is not None for kernel in found) > len(tile_options) // 2
+    assert sum(kernel is not None for kernel in result) > len(tile_options) // 2
     again = tiles.tiled(alone, tile_options[0], MACHINE)
     assert again is not None
-    assert again.script() == found[0].script()
+    assert again.script() == result[0].script()
 
 
 def test_tiles_are_the_convolution() -> None:
     """Compares with ONNX Runtime: the layer of a workload has the right operators, paddings and layouts."""
-    workload = FORMS["odd sizes, one side padded"]
+    workload = WORKLOADS["odd sizes, one side padded"]
     given = tiles.random_operands(workload)
     weights, (bias,) = given.weights, given.extras
     assert bias is not None
@@ -167,18 +167,18 @@ def test_tiles_are_the_convolution() -> None:
         (wanted,) = runtime.run(
             {"x": np.ascontiguousarray(tiles.random_variables(workload)["image"].transpose(0, 3, 1, 2))}
         )
-    found = Layer(workload, False).expected(MACHINE).transpose(0, 3, 1, 2)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    result = Layer(workload, False).expected(MACHINE).transpose(0, 3, 1, 2)
+    np.testing.assert_allclose(result, wanted, rtol=0, atol=1e-5)
 
 
 def test_every_way_is_stored() -> None:
-    found = LAYER.everything(MACHINE)
+    result = LAYER.everything(MACHINE)
     assert (
         {LAYER.untuned_choice(algorithm, MACHINE) for algorithm in ALL}
         == {*LAYER.untuned(MACHINE)}
-        <= {*found}
+        <= {*result}
     )
-    assert [KernelChoice.stored(choice.text) for choice in found] == found
+    assert [KernelChoice.stored(choice.text) for choice in result] == result
 
 
 def test_layers_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +211,8 @@ def test_the_leading_kernels_are_measured_again(store: Store, monkeypatch: pytes
     tune_one(store, LAYER, 6, confirm=True)
     (best,) = store.best(LAYER.key, 1, setting(), least=CONFIRMED)
     known = Counter(record.candidate for record in store.records(LAYER.key, setting()))
-    usual = key_of(LAYER, PLAIN, MACHINE)
-    assert best.candidate == usual or min(known[best.candidate], known[usual]) >= CONFIRMED
+    untuned_key = key_of(LAYER, PLAIN, MACHINE)
+    assert best.candidate == untuned_key or min(known[best.candidate], known[untuned_key]) >= CONFIRMED
 
 
 def test_only_a_blocking_that_is_clearly_faster_replaces_the_untuned_one(store: Store) -> None:
@@ -223,18 +223,18 @@ def test_only_a_blocking_that_is_clearly_faster_replaces_the_untuned_one(store: 
     known = times(store).of(LAYER.workload, far=False)
     assert known == {TILES: Timed(4e-3, PLAIN.blocking), F43: Timed(1e-3, untuned.blocking)}
     put(store, LAYER, another, 0.5e-3)
-    found = times(store).of(LAYER.workload, far=False)[F43]
-    assert found is not None
-    assert found.blocking == another.blocking
+    result = times(store).of(LAYER.workload, far=False)[F43]
+    assert result is not None
+    assert result.blocking == another.blocking
 
 
 def test_what_was_measured_once_is_lucky(store: Store) -> None:
     put(store, LAYER, PLAIN, 4e-3)
     put(store, LAYER, LAYER.untuned_choice(F43, MACHINE), *[1e-3] * 4)
     put(store, LAYER, other(LAYER, F43), 0.5e-3)
-    found = times(store).of(LAYER.workload, far=False)[F43]
-    assert found is not None
-    assert found.blocking == LAYER.untuned_choice(F43, MACHINE).blocking
+    result = times(store).of(LAYER.workload, far=False)[F43]
+    assert result is not None
+    assert result.blocking == LAYER.untuned_choice(F43, MACHINE).blocking
 
 
 NOT_CURRENT = {
@@ -261,10 +261,10 @@ def test_times_of_other_code_are_ignored(store: Store) -> None:
     put(store, LAYER, PLAIN, 4e-3)
     put(store, LAYER, LAYER.untuned_choice(F43, MACHINE), 1e-3, key="another kernel")
     put(store, LAYER, other(LAYER, F43), error="died", key="another kernel")
-    usual = LAYER.untuned_choice(F43, MACHINE).text
-    several = re.sub(r'"rows": \d+', '"rows": [1]', usual)
-    real = re.sub(r'"rows": (\d+)', r'"rows": \1.0', usual)
-    assert len({usual, several, real}) == 3
+    untuned = LAYER.untuned_choice(F43, MACHINE).text
+    several = re.sub(r'"rows": \d+', '"rows": [1]', untuned)
+    real = re.sub(r'"rows": (\d+)', r'"rows": \1.0', untuned)
+    assert len({untuned, several, real}) == 3
     for text in ("", "[]", '["F(9,3)", null]', '["F(4,3)", {"rows": 3}]', "null", several, real):
         record = Record(LAYER.key, setting(), "x", text, (1e-9,), None, time.time())
         store.put(record)
@@ -329,8 +329,8 @@ def test_a_compilation_uses_what_was_measured(fastest: Algorithm, store: Store) 
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (wanted,) = runtime.run(given)
     with compiled(model, MACHINE, threads=2, algorithms=algorithms) as lowered:
-        (found,) = lowered.run(given)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6 * np.abs(np.asarray(wanted)).max())
+        (result,) = lowered.run(given)
+    np.testing.assert_allclose(result, wanted, rtol=0, atol=8e-6 * np.abs(np.asarray(wanted)).max())
 
 
 def test_exact_kernels_stay_exact(store: Store) -> None:
@@ -352,10 +352,10 @@ def test_equal_layers_are_one() -> None:
     text = MODEL.replace(
         "y = Conv<pads=[1,1,1,1]>(r, v)", "s = Conv<pads=[1,1,1,1]>(r, v) y = Conv<pads=[1,1,1,1]>(s, v)"
     )
-    found = layers_of(text)
-    assert len(found) == 3
-    assert [layer.weight for layer in together(found)] == [1, 2]
-    assert replace(found[1], far=True).key != found[1].key
+    result = layers_of(text)
+    assert len(result) == 3
+    assert [layer.weight for layer in together(result)] == [1, 2]
+    assert replace(result[1], far=True).key != result[1].key
 
 
 @pytest.mark.whole
@@ -364,10 +364,10 @@ def test_tune_reports_algorithms(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     text = conv("1,16,6,6", "16,16,3,3", "1,16,6,6")
     model = network(text)
-    found = api.tune(model, trials=4, method="random", threads=2, store=path, measure=False)
-    assert found.verification is not None
-    assert found.verification.verified
-    rows = found.to_json()["layers"]
+    result = api.tune(model, trials=4, method="random", threads=2, store=path, measure=False)
+    assert result.verification is not None
+    assert result.verification.verified
+    rows = result.to_json()["layers"]
     assert [row["name"] for row in rows] == [layer.name for layer in layers_of(text)]
     for row in rows:
         assert row["plain_us"] > 0
@@ -379,7 +379,7 @@ def test_tune_reports_algorithms(tmp_path: Path) -> None:
         algorithms = Algorithms(timings=times(store))
         module = fuse(import_model(model), MACHINE, algorithms=algorithms)
         assert [c.algorithm for c in chosen_in(module)] == [row["algorithm"].split(", ")[0] for row in rows]
-    json.dumps(found.to_json())
+    json.dumps(result.to_json())
 
 
 def test_an_interrupt_while_layers_are_measured(tmp_path: Path) -> None:
@@ -387,14 +387,14 @@ def test_an_interrupt_while_layers_are_measured(tmp_path: Path) -> None:
         if phase == "tune":
             raise KeyboardInterrupt
 
-    found = api.tune(
+    result = api.tune(
         network(MODEL), trials=4, threads=2, store=tmp_path / "s.sqlite", measure=False, listener=listener
     )
-    assert found.result.tuning.interrupted
-    assert found.result.tuning.measured == 1
-    assert found.verification is not None
-    assert found.verification.verified
-    assert all(row["best_us"] is None for row in found.to_json()["layers"])
+    assert result.result.tuning.interrupted
+    assert result.result.tuning.measured == 1
+    assert result.verification is not None
+    assert result.verification.verified
+    assert all(row["best_us"] is None for row in result.to_json()["layers"])
 
 
 def untuned_way(layer: Layer, algorithm: Algorithm) -> KernelChoice:
@@ -403,12 +403,12 @@ def untuned_way(layer: Layer, algorithm: Algorithm) -> KernelChoice:
 
 def test_results_say_what_was_chosen(store: Store) -> None:
     tuned_store(store, F23)
-    found = layers_of(MODEL)
+    result = layers_of(MODEL)
     before = chosen_in(fuse(import_model(network(MODEL)), MACHINE))
     algorithms = Algorithms(timings=times(store))
     after = chosen_in(fuse(import_model(network(MODEL)), MACHINE, algorithms=algorithms))
     for layer, row, untuned in zip(
-        found, results(zip(found, before), zip(found, after), times(store), untuned_way), before
+        result, results(zip(result, before), zip(result, after), times(store), untuned_way), before
     ):
         assert row.name == layer.name
         assert row.calls == 1

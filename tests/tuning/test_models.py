@@ -115,7 +115,7 @@ def test_kernels_are_timed_in_turns_with_the_untuned_one(
     monkeypatch.setattr(Pool, "timed", lambda pool, kernel, timing: Measurement((3e-3, 4e-3, 4e-3)))
     task = tasks.tasks[0]
     space = DesignSpace.of(tasks.layers[0], MACHINE)
-    others = [found for choice in space.choices[:2] if (found := space.candidate(choice)) is not None]
+    others = [result for choice in space.choices[:2] if (result := space.candidate(choice)) is not None]
     with measuring(tasks) as measurer:
         assert measurer.untuned_seconds(task.key) is None
         outcomes = dict(measurer.outcomes(task, others))
@@ -140,7 +140,7 @@ def test_kernels_that_are_measured_again_are_not_built_again(
     monkeypatch.setattr(Pool, "built", built)
     task = tasks.tasks[0]
     space = DesignSpace.of(tasks.layers[0], MACHINE)
-    a, b, c = [found for choice in space.choices[:3] if (found := space.candidate(choice)) is not None]
+    a, b, c = [result for choice in space.choices[:3] if (result := space.candidate(choice)) is not None]
     with measuring(tasks) as measurer:
         assert sorted(position for position, _ in measurer.outcomes(task, [a, b])) == [0, 1]
         again = dict(measurer.outcomes(task, [b, c, a]))
@@ -159,13 +159,13 @@ def test_kernels_that_are_measured_again_are_not_built_again(
     assert not folder.exists()
 
 
-def few_ways(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:
+def few_choices(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:
     """Limit layers to `count` choices for each algorithm, and the untuned ones."""
     everything = Layer.everything
 
     def first(layer: Layer, machine: Machine) -> list[KernelChoice]:
-        found = everything(layer, machine)
-        some = [[choice for choice in found if choice.algorithm is a][:count] for a in Algorithm]
+        result = everything(layer, machine)
+        some = [[choice for choice in result if choice.algorithm is a][:count] for a in Algorithm]
         return list(dict.fromkeys([*layer.untuned(machine), *(choice for each in some for choice in each)]))
 
     monkeypatch.setattr(Layer, "everything", first)
@@ -174,10 +174,10 @@ def few_ways(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:
 def test_a_tile_that_does_not_fit_is_no_kernel(tasks: LayerTasks, monkeypatch: pytest.MonkeyPatch) -> None:
     from tvm.s_tir import ScheduleError
 
-    def failing(sch: Any, block: Any, found: Any, workload: Any, machine: Any, choice: Any) -> None:
+    def failing(sch: Any, block: Any, result: Any, workload: Any, machine: Any, choice: Any) -> None:
         if choice == bad:
             raise ScheduleError("not with this tile")
-        schedule_contraction(sch, block, found, workload, machine, choice)
+        schedule_contraction(sch, block, result, workload, machine, choice)
 
     workload = replace(tasks.layers[0].workload, out=(16, 48))  # kernels of other tests are remembered
     layer = Layer(workload, False)
@@ -228,7 +228,7 @@ def test_asked_for_one_at_a_time_a_tuner_comes_to_all_ways(
 ) -> None:
     few = ChameleonConfig(walks=8, steps=4, rounds=1)  # the default plans for seconds
     monkeypatch.setattr("xrlflow.tuning.tuners.chameleon.ChameleonTuner", partial(ChameleonTuner, config=few))
-    few_ways(monkeypatch)
+    few_choices(monkeypatch)
     layer, task = tasks.layers[0], tasks.tasks[0]
     tuner = tasks.maker(method)(task, 3)
     keys: list[str] = []
@@ -263,11 +263,11 @@ def test_a_tuner_learns_how_long_the_untuned_kernels_take(
 )
 def test_every_method_tunes_a_models_layers(method: Method, tasks: LayerTasks, tmp_path: Path) -> None:
     with Store(tmp_path / "store.sqlite") as store, measuring(tasks) as measurer:
-        found = tune(
+        actual = tune(
             tasks.tasks, tasks.maker(method), trials=12, batch=3, store=store, pool=measurer, kernels=tasks,
         )  # fmt: skip
-        assert sum(result.trials for result in found.tasks) == 12
-        for result in found.tasks:
+        assert sum(result.trials for result in actual.tasks) == 12
+        for result in actual.tasks:
             assert result.error is None
             assert result.failed == 0
             assert result.best is not None
@@ -279,11 +279,11 @@ def test_every_method_tunes_a_models_layers(method: Method, tasks: LayerTasks, t
 def test_a_second_run_measures_nothing(tasks: LayerTasks, tmp_path: Path) -> None:
     with Store(tmp_path / "store.sqlite") as store, measuring(tasks) as measurer:
         for wanted in (6, 0):
-            found = tune(
+            actual = tune(
                 tasks.tasks, tasks.maker(Method.RANDOM), trials=6, batch=3, store=store, pool=measurer
             )
-            assert found.measured == wanted
-            assert all(result.best is not None for result in found.tasks)
+            assert actual.measured == wanted
+            assert all(result.best is not None for result in actual.tasks)
 
 
 def test_kernels_that_compute_something_else_fail(
@@ -311,8 +311,8 @@ def test_a_layer_that_cannot_run_alone_is_left_to_the_estimates(
     monkeypatch.setattr(Layer, "expected", failing)
     one = tasks_of(tasks.layers[:1])
     with Store(tmp_path / "store.sqlite") as store, measuring(one) as measurer:
-        found = tune(one.tasks, one.maker(Method.RANDOM), trials=3, batch=3, store=store, pool=measurer)
-        assert found.tasks[0].best is None
+        result = tune(one.tasks, one.maker(Method.RANDOM), trials=3, batch=3, store=store, pool=measurer)
+        assert result.tasks[0].best is None
         errors = {record.error for record in store.records(one.layers[0].key)}
         assert errors == {"the layer cannot run alone: not this one"}
         assert StoredTimes.on(store, MACHINE, 2).of(one.layers[0].workload, False) == {}

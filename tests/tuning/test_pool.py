@@ -49,8 +49,8 @@ def is_fork_server(process: psutil.Process) -> bool:
 
 def workers_of(process: int) -> list[psutil.Process]:
     servers = [p for p in psutil.Process(process).children() if is_fork_server(p)]
-    found = [worker for server in servers for worker in server.children()]
-    return [worker for worker in found if worker.status() != psutil.STATUS_ZOMBIE]
+    result = [worker for server in servers for worker in server.children()]
+    return [worker for worker in result if worker.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_kernels_compute_what_numpy_does(pool: Pool) -> None:
@@ -100,9 +100,9 @@ def test_caches_are_filled_before_each_sample(tmp_path: Path, monkeypatch: pytes
     evict = tvm_ffi.get_global_func(worker._evicting())
     tvm_ffi.register_global_func("xrlflow.counted", lambda *given: filled.append(evict(*given)))
     monkeypatch.setattr(worker, "_evicting", lambda others: "xrlflow.counted")
-    found = run(Run(path, built.arguments, Timing(samples=4, flush=True, limit_ms=1e6))).seconds
-    assert 1 <= len(found) <= 8
-    assert all(second > 0 for second in found)
+    result = run(Run(path, built.arguments, Timing(samples=4, flush=True, limit_ms=1e6))).seconds
+    assert 1 <= len(result) <= 8
+    assert all(second > 0 for second in result)
     assert len(filled) in (1 + 4, 1 + 8)  # once for how long a call takes
     filled.clear()
     run(Run(path, built.arguments, Timing(samples=4, sample_ms=0.1)))
@@ -162,8 +162,8 @@ def test_half_precision_needs_the_compilers_library(pool: Pool) -> None:
     y = te.compute((8,), lambda i: te.exp(x[i].astype("float32")).astype("float16"), name="Y")
     task = Task.of("half", te.create_prim_func([x, y]), target())
     given = np.linspace(-1, 1, 8).astype(np.float16)
-    (found,) = pool.evaluate(task, unscheduled(task), [given])
-    np.testing.assert_allclose(found, np.exp(given.astype(np.float32)), rtol=2e-3)
+    (result,) = pool.evaluate(task, unscheduled(task), [given])
+    np.testing.assert_allclose(result, np.exp(given.astype(np.float32)), rtol=2e-3)
     assert pool.measure(task, [unscheduled(task)])[0].error is None
 
 
@@ -171,13 +171,13 @@ def test_bad_candidates_cost_their_worker_and_say_why(pool: Pool) -> None:
     task = matmul(16)
     good = unscheduled(task)
     candidates = [good, calls("abort"), good, calls("pause"), calls("there_is_no_such_function"), good]
-    found = pool.measure(task, candidates)
-    assert [outcome.error is None for outcome in found] == [True, False, True, False, False, True]
-    assert found[1].error is not None
-    assert found[1].error.startswith("running it, the process ended by SIGABRT")
-    assert found[3].error == "running it took longer than 1 s"
-    assert found[4].error is not None
-    assert "there_is_no_such_function" in found[4].error
+    result = pool.measure(task, candidates)
+    assert [outcome.error is None for outcome in result] == [True, False, True, False, False, True]
+    assert result[1].error is not None
+    assert result[1].error.startswith("running it, the process ended by SIGABRT")
+    assert result[3].error == "running it took longer than 1 s"
+    assert result[4].error is not None
+    assert "there_is_no_such_function" in result[4].error
 
 
 def not_for_a_cpu(task: Task) -> Candidate:
@@ -189,10 +189,10 @@ def not_for_a_cpu(task: Task) -> Candidate:
 
 def test_what_does_not_compile_is_an_outcome(pool: Pool) -> None:
     task = matmul(16)
-    found = pool.measure(task, [not_for_a_cpu(task), unscheduled(task)])
-    assert found[0].error is not None
-    assert "\n" not in found[0].error
-    assert found[1].error is None
+    result = pool.measure(task, [not_for_a_cpu(task), unscheduled(task)])
+    assert result[0].error is not None
+    assert "\n" not in result[0].error
+    assert result[1].error is None
 
 
 def test_tools_that_do_not_work_are_no_fault_of_the_candidate(pool: Pool) -> None:
@@ -250,9 +250,9 @@ def test_the_first_few_are_run_before_the_others_are_built(
         begin(worker, order)
 
     monkeypatch.setattr(ProcessWorker, "begin", noted)
-    found = list(pool.outcomes(task, [unscheduled(task)] * 5))
-    assert [position for position, _ in found] == [0, 1, 2, 3, 4]
-    assert all(outcome.error is None for _, outcome in found)
+    result = list(pool.outcomes(task, [unscheduled(task)] * 5))
+    assert [position for position, _ in result] == [0, 1, 2, 3, 4]
+    assert all(outcome.error is None for _, outcome in result)
     assert begun == [Build, Build, Run, Run, *[Build] * 3, *[Run] * 3]
 
 
@@ -371,14 +371,14 @@ def maps(process: int) -> str:
 
 
 def members(group: int) -> list[int]:
-    found = []
+    result = []
     for process in psutil.process_iter():
         try:
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+                result.append(process.pid)
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
-    return found
+    return result
 
 
 def await_that(condition: Callable[[], object], seconds: float = 30.0) -> None:
@@ -430,9 +430,9 @@ def test_a_pool_says_how_long_it_has_been_building_and_running(pool: Pool) -> No
     position, outcome = next(outcomes)
     # The caller's own work meanwhile does not count.
     time.sleep(0.2)
-    found = {position: outcome, **dict(outcomes)}
+    result = {position: outcome, **dict(outcomes)}
     took = time.monotonic() - start - 0.2
-    assert len(found) == 2
+    assert len(result) == 2
     spent = pool.building - building, pool.running - running
     assert min(spent) > 0
     assert sum(spent) <= took

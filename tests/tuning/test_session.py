@@ -47,18 +47,18 @@ class Counting:
         self._task, self._size, self._stride = task, size, stride
         self._next = seed % size
         self._left = size
-        self.told: list[tuple[str, float]] = []
+        self.reported: list[tuple[str, float]] = []
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        found = []
+        result = []
         for _ in range(min(count, self._left)):
-            found.append(Candidate((self._next,), [[], []], self._task.mod, str(self._next)))
+            result.append(Candidate((self._next,), [[], []], self._task.mod, str(self._next)))
             self._next = (self._next + self._stride) % self._size
             self._left -= 1
-        return found
+        return result
 
     def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
-        self.told += [(candidate.key, outcome.median) for candidate, outcome in measured]
+        self.reported += [(candidate.key, outcome.median) for candidate, outcome in measured]
 
 
 class Formula:
@@ -108,17 +108,17 @@ def test_trials_are_spent_and_the_best_is_found(store: Store) -> None:
     result = session(store, measurer, listener=heard.append)
     assert result.stop is Stop.TRIALS
     assert len(measurer.seen) == len(set(measurer.seen)) == 40
-    (found,) = result.tasks
+    (actual,) = result.tasks
     fastest = min(measurer.seen, key=lambda key: Formula.outcome(key).median)
-    assert found.best is not None
-    assert found.best.candidate == fastest
-    assert found.seconds == Formula.outcome(fastest).median
-    assert (found.trials, found.measured) == (40, 40)
-    assert found.failed == sum(key.endswith("9") for key in measurer.seen) > 0
-    assert [point.trials for point in found.curve] == [16, 32, 40]
-    assert all(a.best >= b.best for a, b in zip(found.curve, found.curve[1:]))
+    assert actual.best is not None
+    assert actual.best.candidate == fastest
+    assert actual.seconds == Formula.outcome(fastest).median
+    assert (actual.trials, actual.measured) == (40, 40)
+    assert actual.failed == sum(key.endswith("9") for key in measurer.seen) > 0
+    assert [point.trials for point in actual.curve] == [16, 32, 40]
+    assert all(a.best >= b.best for a, b in zip(actual.curve, actual.curve[1:]))
     assert [progress.spent for progress in heard] == list(range(1, 41))
-    assert heard[-1].best == found.seconds
+    assert heard[-1].best == actual.seconds
     assert {progress.budget for progress in heard} == {40}
 
 
@@ -160,10 +160,10 @@ def test_a_tuner_is_told_of_all_that_it_proposed(store: Store) -> None:
         tuners.append(Counting(task, seed))
         return tuners[-1]
 
-    for trials, told in ((20, 20), (50, 50)):
+    for trials, reported in ((20, 20), (50, 50)):
         tune([one()], make, trials=trials, batch=16, store=store, pool=Formula())
-        assert len(tuners[-1].told) == told
-    assert tuners[1].told[:16] == tuners[0].told[:16], "what is known is told as if it was measured"
+        assert len(tuners[-1].reported) == reported
+    assert tuners[1].reported[:16] == tuners[0].reported[:16], "what is known is told as if it was measured"
 
 
 def test_a_time_limit_ends_it_within_a_batch(store: Store) -> None:
@@ -181,7 +181,7 @@ def test_tasks_that_have_no_more_candidates_leave(store: Store) -> None:
 
     result = tune([one(), two()], make, trials=1000, batch=8, store=store, pool=Formula())
     assert result.stop is Stop.EXHAUSTED
-    assert [found.trials for found in result.tasks] == [5, 30]
+    assert [actual.trials for actual in result.tasks] == [5, 30]
 
 
 def test_a_tuner_that_repeats_itself_is_exhausted(store: Store) -> None:
@@ -250,23 +250,23 @@ def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
         [sys.executable, "-c", KILLED, path], cwd=root, stdout=subprocess.PIPE, text=True
     )
     assert victim.stdout is not None
-    told = 0
-    while told < 19:
-        told = int(victim.stdout.readline())
+    reported = 0
+    while reported < 19:
+        reported = int(victim.stdout.readline())
     victim.send_signal(signal.SIGKILL)
     # `communicate` would lose the lines that were already read into the buffer.
-    told = int([str(told), *victim.stdout.read().split()][-1])
+    reported = int([str(reported), *victim.stdout.read().split()][-1])
     assert victim.wait() == -signal.SIGKILL
     with Store(path) as store:
-        kept = [record.candidate for record in store.records(one().key)]
-        assert told <= len(kept) <= told + 1, "what it told of was kept"
-        rest = Formula()
-        session(store, rest)
-        assert len(rest.seen) == 40 - len(kept)
-        assert set(rest.seen).isdisjoint(kept)
-        at_once = Formula()
-        session(Store(tmp_path / "fresh.sqlite"), at_once)
-        assert set(kept) | set(rest.seen) == set(at_once.seen)
+        stored = [record.candidate for record in store.records(one().key)]
+        assert reported <= len(stored) <= reported + 1, "what it told of was kept"
+        remaining = Formula()
+        session(store, remaining)
+        assert len(remaining.seen) == 40 - len(stored)
+        assert set(remaining.seen).isdisjoint(stored)
+        uninterrupted = Formula()
+        session(Store(tmp_path / "fresh.sqlite"), uninterrupted)
+        assert set(stored) | set(remaining.seen) == set(uninterrupted.seen)
 
 
 def test_a_disk_that_takes_nothing_does_not_stop_it(tmp_path: Path) -> None:
@@ -295,8 +295,8 @@ class Splitting:
         self._left = [scheduled(task, inner) for inner in (2, 4, 8, 16, 32, 64)]
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        found, self._left = self._left[:count], self._left[count:]
-        return found
+        result, self._left = self._left[:count], self._left[count:]
+        return result
 
     def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         pass
@@ -307,13 +307,13 @@ def test_a_real_kernel_is_tuned_and_known_afterwards(store: Store) -> None:
     options = PoolOptions(builders=2, threads=1, timing=Timing(samples=3, sample_ms=1.0))
     with Pool(options) as pool:
         first = tune([task], Splitting, trials=6, batch=3, seed=1, store=store, pool=pool)
-    (found,) = first.tasks
-    assert found.best is not None
-    assert found.trials == found.measured == 6
+    (result,) = first.tasks
+    assert result.best is not None
+    assert result.trials == result.measured == 6
     second = tune([task], Splitting, trials=6, batch=3, seed=1, store=store, pool=options)
     assert second.measured == 0
-    assert second.tasks[0].best == found.best
-    assert found.best.setting == Setting.here(task.target, 1)
+    assert second.tasks[0].best == result.best
+    assert result.best.setting == Setting.here(task.target, 1)
     assert os.path.getsize(store.path) > 0
 
 
@@ -362,10 +362,10 @@ def test_what_leads_is_measured_again_beside_what_runs_otherwise(store: Store) -
     measurer = Lucky({"70", "77", "84", "91", "98"})
     result = confirmed(store, measurer, kernels=Again())
     assert result.measured == 40
-    (found,) = result.tasks
-    assert found.best is not None
-    assert found.best.candidate == "0"
-    assert len(found.best.seconds) >= 4
+    (actual,) = result.tasks
+    assert actual.best is not None
+    assert actual.best.candidate == "0"
+    assert len(actual.best.seconds) >= 4
     again = measurer.asked[3:]
     assert 4 <= len(again) <= 8
     assert all("30" in asked and len(asked) <= 4 for asked in again)
@@ -374,17 +374,17 @@ def test_what_leads_is_measured_again_beside_what_runs_otherwise(store: Store) -
     assert max(measurer.seen.count(key) for key in ("70", "77", "84", "91", "98")) <= 4
 
     later = Lucky(set())
-    assert confirmed(store, later, kernels=Again()).tasks[0].best == found.best
+    assert confirmed(store, later, kernels=Again()).tasks[0].best == actual.best
     assert later.seen == []
 
 
 def test_luck_that_is_not_at_an_end_in_time_is_not_the_best(store: Store) -> None:
     """More candidates were lucky than can be measured again. Only those that were measured often enough count."""
     measurer = Lucky({str(n) for n in range(1000)})
-    (found,) = confirmed(store, measurer, kernels=Again()).tasks
+    (result,) = confirmed(store, measurer, kernels=Again()).tasks
     assert measurer.seen.count("30") == 8
-    assert found.best is not None
-    assert len(found.best.seconds) >= 4
+    assert result.best is not None
+    assert len(result.best.seconds) >= 4
     (fastest,) = store.best(one().key)
     assert len(fastest.seconds) < 4
 
@@ -448,9 +448,9 @@ def test_what_fails_when_it_is_measured_again_is_not_the_best(store: Store) -> N
             return Measurement(error="it crashed") if broken else Formula.outcome(key)
 
     measurer = Breaking(set())
-    (found,) = confirmed(store, measurer, kernels=Again()).tasks
-    assert found.best is not None
-    assert found.best.candidate == "7"
+    (result,) = confirmed(store, measurer, kernels=Again()).tasks
+    assert result.best is not None
+    assert result.best.candidate == "7"
     assert measurer.seen.count("0") == 2
 
 
@@ -463,9 +463,9 @@ def test_what_was_measured_again_is_kept_on_ctrl_c(store: Store) -> None:
     assert result.stop is Stop.INTERRUPTED
     assert result.measured == 40
     assert len(store) == 45
-    (found,) = confirmed(store, Lucky(set()), kernels=Again()).tasks
-    assert found.best is not None
-    assert found.best.candidate == "0"
+    (actual,) = confirmed(store, Lucky(set()), kernels=Again()).tasks
+    assert actual.best is not None
+    assert actual.best.candidate == "0"
 
 
 def test_an_interrupted_session_measures_nothing_again(store: Store) -> None:

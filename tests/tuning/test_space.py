@@ -13,7 +13,7 @@ import pytest
 from tests.levels import whole
 from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
-from tests.tuning.test_layers import FORMS
+from tests.tuning.test_layers import WORKLOADS
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
 from xrlflow.tuning.blocks import Block
@@ -27,7 +27,10 @@ from xrlflow.tuning.tuners.protocol import SEARCHING, Measurement, Method
 pytestmark = pytest.mark.learns
 
 LAYERS_BY_NAME: dict[str, Layer | Block] = {
-    **{name: Layer(FORMS[name], False) for name in ("steps", "pointwise", "strided", "a product", "groups")},
+    **{
+        name: Layer(WORKLOADS[name], False)
+        for name in ("steps", "pointwise", "strided", "a product", "groups")
+    },
     "a block": BLOCK,
 }
 EACH = pytest.mark.parametrize("name", LAYERS_BY_NAME)
@@ -53,10 +56,10 @@ def test_every_way_has_a_vector_of_its_own(name: str) -> None:
 def test_every_vector_stands_for_a_way_of_its_algorithm(name: str) -> None:
     space, generator = space_of(name), np.random.default_rng(0)
     anything = generator.integers(space.sizes, size=(300, len(space.knobs)))
-    found = space.masked(anything)
-    assert np.array_equal(found[:, 0], anything[:, 0])
-    assert set(map(tuple, found.tolist())) <= set(space.enumerate())
-    assert np.array_equal(space.masked(found), found)
+    result = space.masked(anything)
+    assert np.array_equal(result[:, 0], anything[:, 0])
+    assert set(map(tuple, result.tolist())) <= set(space.enumerate())
+    assert np.array_equal(space.masked(result), result)
     drawn = space.draw(generator, 2000)
     assert set(map(tuple, drawn.tolist())) <= set(space.enumerate())
     counts = Counter(drawn[:, 0].tolist())
@@ -82,10 +85,10 @@ def test_a_vector_decodes_to_the_kernel_of_its_way(name: str) -> None:
 def test_neighbours_are_near(name: str) -> None:
     space = space_of(name)
     start = space.random(np.random.default_rng(3))
-    found = space.neighbours(start)
-    assert len(set(found)) == len(found) > 0
-    assert start not in found
-    assert set(found) <= set(space.enumerate())
+    result = space.neighbours(start)
+    assert len(set(result)) == len(result) > 0
+    assert start not in result
+    assert set(result) <= set(space.enumerate())
 
 
 @EACH
@@ -128,19 +131,21 @@ def test_tuners_find_what_is_fast(method: Method) -> None:
 
     On average over five seeds, the best of its 64 proposals must be better than the best of 64 random ones.
     """
-    layer = Layer(replace(FORMS["steps"], image=(1, 28, 28, 64), out=(1, 28, 28, 96)), False)
+    layer = Layer(replace(WORKLOADS["steps"], image=(1, 28, 28, 64), out=(1, 28, 28, 96)), False)
     space = DesignSpace.of(layer, MACHINE)
     seconds = {choice: float(value) for choice, value in zip(space.choices, space.estimates)}
     hidden = np.ones(space.size)
     space.__dict__["estimates"] = hidden
-    found = dict.fromkeys((method, Method.RANDOM), 0.0)
-    for name, seed in product(found, range(5)):
+    result = dict.fromkeys((method, Method.RANDOM), 0.0)
+    for name, seed in product(result, range(5)):
         tuner = make_tuner(name, space, seed)
         best = float("inf")
         for _ in range(4):
             proposed = tuner.propose(16)
-            told = [(c, Measurement((1e-9 * seconds[layer.stored(json.dumps(c.trace))],))) for c in proposed]
-            tuner.update(told)
-            best = min([best, *(outcome.median for _, outcome in told)])
-        found[name] += best
-    assert found[method] < found[Method.RANDOM]
+            measured = [
+                (c, Measurement((1e-9 * seconds[layer.stored(json.dumps(c.trace))],))) for c in proposed
+            ]
+            tuner.update(measured)
+            best = min([best, *(outcome.median for _, outcome in measured)])
+        result[name] += best
+    assert result[method] < result[Method.RANDOM]

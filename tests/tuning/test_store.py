@@ -25,7 +25,7 @@ from xrlflow.tuning.tuners.protocol import Measurement
 SETTING = Setting('{"kind":"llvm"}', "0.27", "some cpu", 2)
 
 
-def made(
+def record_of(
     task: str = "t", candidate: str = "c", seconds: tuple[float, ...] = (1e-3,), taken: float = 0.0
 ) -> Record:
     error = None if seconds else "it crashed"
@@ -41,9 +41,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def test_what_is_put_is_there_in_another_process_of_time(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "tuning.sqlite"
     records = [
-        made(candidate="slow", seconds=(0.1 + 0.2, 1 / 3), taken=1.0),
-        made(candidate="failed", seconds=(), taken=2.0),
-        made(task="other", taken=3.0),
+        record_of(candidate="slow", seconds=(0.1 + 0.2, 1 / 3), taken=1.0),
+        record_of(candidate="failed", seconds=(), taken=2.0),
+        record_of(task="other", taken=3.0),
     ]
     with Store(path) as store:
         for record in records:
@@ -71,7 +71,7 @@ def test_what_is_put_is_there_in_another_process_of_time(tmp_path: Path) -> None
 )
 def test_rows_that_are_no_records_are_left_out(column: str, content: str | bytes, tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
-    good, bad = made(candidate="good", taken=2.0), made(candidate="bad", taken=1.0)
+    good, bad = record_of(candidate="good", taken=2.0), record_of(candidate="bad", taken=1.0)
     with Store(path) as store:
         store.put(good)
         store.put(bad)
@@ -83,15 +83,15 @@ def test_rows_that_are_no_records_are_left_out(column: str, content: str | bytes
 
 def test_the_best_are_the_fastest_by_the_median_of_all_their_times_once_each(store: Store) -> None:
     for record in (
-        made(candidate="a", seconds=(1.0, 2.0, 9.0)),
-        made(candidate="lucky", seconds=(0.1,)),
-        made(candidate="lucky", seconds=(2.5,)),
-        made(candidate="lucky", seconds=(2.6,)),
-        made(candidate="b", seconds=(1.5, 1.6, 1.4)),
-        made(candidate="b", seconds=()),
-        made(candidate="b", seconds=(3.0,)),
-        made(candidate="c", seconds=()),
-        made(candidate="d", seconds=(1e10,)),
+        record_of(candidate="a", seconds=(1.0, 2.0, 9.0)),
+        record_of(candidate="lucky", seconds=(0.1,)),
+        record_of(candidate="lucky", seconds=(2.5,)),
+        record_of(candidate="lucky", seconds=(2.6,)),
+        record_of(candidate="b", seconds=(1.5, 1.6, 1.4)),
+        record_of(candidate="b", seconds=()),
+        record_of(candidate="b", seconds=(3.0,)),
+        record_of(candidate="c", seconds=()),
+        record_of(candidate="d", seconds=(1e10,)),
     ):
         store.put(record)
     assert [record.candidate for record in store.best("t", 9)] == ["a", "b", "lucky"]
@@ -102,8 +102,8 @@ def test_the_best_are_the_fastest_by_the_median_of_all_their_times_once_each(sto
 
 def test_records_of_other_settings_are_kept_apart(store: Store) -> None:
     elsewhere = replace(SETTING, device="another cpu")
-    store.put(made())
-    store.put(replace(made(seconds=(1e-9,)), setting=elsewhere))
+    store.put(record_of())
+    store.put(replace(record_of(seconds=(1e-9,)), setting=elsewhere))
     assert store.best("t", setting=SETTING)[0].seconds == (1e-3,)
     assert store.best("t", setting=elsewhere)[0].seconds == (1e-9,)
     assert len(store.records("t")) == 2
@@ -111,9 +111,9 @@ def test_records_of_other_settings_are_kept_apart(store: Store) -> None:
 
 
 def test_the_same_measurement_is_kept_once(store: Store) -> None:
-    store.put(made(taken=1.0))
-    store.put(made(taken=2.0))
-    assert store.records("t") == [made(taken=1.0)]
+    store.put(record_of(taken=1.0))
+    store.put(record_of(taken=2.0))
+    assert store.records("t") == [record_of(taken=1.0)]
 
 
 def test_many_threads_and_connections_write_one_file(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_many_threads_and_connections_write_one_file(tmp_path: Path) -> None:
 
     def write(name: str, store: Store) -> None:
         for number in range(20):
-            store.put(made(candidate=f"{name} {number}"))
+            store.put(record_of(candidate=f"{name} {number}"))
 
     with Store(path) as one, Store(path) as two, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -145,7 +145,7 @@ def test_who_opens_a_file_that_another_begins_waits_for_it(tmp_path: Path) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with Store(path) as store:
-            store.put(made())
+            store.put(record_of())
         with Store(path) as store:
             assert len(store) == 1
     end.join()
@@ -168,14 +168,14 @@ def test_a_file_that_is_damaged_or_of_another_version_is_set_aside_or_refused_if
         connection.close()
         content = path.read_bytes()
     if named:
-        for use in (Store.check, Store.__len__, lambda store: store.put(made())):
+        for use in (Store.check, Store.__len__, lambda store: store.put(record_of())):
             with Store(path) as store, pytest.raises(StoreError, match="no store of measurements"):
                 use(store)
         assert path.read_bytes() == content
         assert [p.name for p in tmp_path.iterdir()] == ["tuning.sqlite"]
         return
     with Store() as store, pytest.warns(RuntimeWarning, match="starting afresh"):
-        store.put(made())
+        store.put(record_of())
     with Store() as store:
         assert len(store) == 1
     assert Path(f"{path}.damaged").read_bytes() == content
@@ -199,7 +199,7 @@ def test_a_file_that_is_damaged_while_it_is_open_is_set_aside(tmp_path: Path) ->
     path = tmp_path / "tuning.sqlite"
     with Store(path) as store:
         for number in range(200):
-            store.put(made(candidate=f"{number}" * 50))
+            store.put(record_of(candidate=f"{number}" * 50))
     size = path.stat().st_size
     with Store(path) as store:
         assert len(store) == 200
@@ -208,9 +208,9 @@ def test_a_file_that_is_damaged_while_it_is_open_is_set_aside(tmp_path: Path) ->
             file.write(b"\xff" * (size - 4096))
 
         def put_more() -> None:
-            store.put(made(candidate="later"))
+            store.put(record_of(candidate="later"))
             store.records("t")
-            store.put(made(candidate="last"))
+            store.put(record_of(candidate="last"))
 
         with pytest.warns(RuntimeWarning, match="starting afresh"):
             put_more()
@@ -231,12 +231,12 @@ def test_what_another_process_has_begun_in_its_place_is_not_set_aside(
             monkeypatch.undo()
             path.rename(tmp_path / "tuning.sqlite.damaged")
             with Store(path) as first:
-                first.put(made(candidate="first"))
+                first.put(record_of(candidate="first"))
             raise
 
     monkeypatch.setattr("xrlflow.storage.sqlite.connect", connect_late)
     with Store() as store, pytest.warns(RuntimeWarning, match="starting afresh"):
-        store.put(made(candidate="second"))
+        store.put(record_of(candidate="second"))
     with Store(path) as store:
         assert [record.candidate for record in store.records("t")] == ["first", "second"]
     assert (tmp_path / "tuning.sqlite.damaged").read_bytes() == b"this is no database" * 100
@@ -245,12 +245,12 @@ def test_what_another_process_has_begun_in_its_place_is_not_set_aside(
 def test_a_full_disk_is_said_once_and_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
     with Store(path) as store:
-        store.put(made(candidate="early", taken=1.0))
+        store.put(record_of(candidate="early", taken=1.0))
         disk = store._file._opened()
         assert disk is not None
         (pages,) = disk.execute("PRAGMA page_count").fetchone()
         disk.execute(f"PRAGMA max_page_count = {pages}")
-        large = [made(candidate=f"{number}" * 9000, taken=2.0 + number) for number in range(1, 5)]
+        large = [record_of(candidate=f"{number}" * 9000, taken=2.0 + number) for number in range(1, 5)]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for record in large:
@@ -264,19 +264,19 @@ def test_a_full_disk_is_said_once_and_nothing_is_lost(tmp_path: Path) -> None:
             "PRAGMA max_page_count = 100000"
         )  # somebody made room: what waited is written at the end
     with Store(path) as store:
-        assert store.records("t") == [made(candidate="early", taken=1.0), *large]
+        assert store.records("t") == [record_of(candidate="early", taken=1.0), *large]
 
 
 FULL = """
 import resource, sys, warnings
-from tests.tuning.test_store import made
+from tests.tuning.test_store import record_of
 from xrlflow.tuning.store import Store
 with Store(sys.argv[1]) as store, warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    store.put(made(candidate="early"))
+    store.put(record_of(candidate="early"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # files cannot grow beyond it
     for number in range(100):
-        store.put(made(candidate=f"{number} " + "x" * 9000))
+        store.put(record_of(candidate=f"{number} " + "x" * 9000))
     assert len(store) == 101
     assert len([w for w in caught if w.category is RuntimeWarning]) == 1, [str(w.message) for w in caught]
 """
@@ -298,12 +298,12 @@ def test_a_locked_file_does_not_stop_anything(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("xrlflow.tuning.store._PATIENCE", 0.05)
     path = tmp_path / "tuning.sqlite"
     with Store(path) as store:
-        store.put(made(candidate="early", taken=1.0))
+        store.put(record_of(candidate="early", taken=1.0))
         blocker = sqlite3.connect(path, isolation_level=None)
         blocker.execute("BEGIN IMMEDIATE")
         with pytest.warns(RuntimeWarning, match="locked"):
-            store.put(made(candidate="late", taken=2.0))
-        store.put(made(candidate="later", taken=3.0))
+            store.put(record_of(candidate="late", taken=2.0))
+        store.put(record_of(candidate="later", taken=3.0))
         assert len(store) == 3
         blocker.execute("ROLLBACK")
         blocker.close()
@@ -314,8 +314,8 @@ def test_a_locked_file_does_not_stop_anything(tmp_path: Path, monkeypatch: pytes
 def test_where_no_file_can_be_measurements_last_as_long_as_the_store(tmp_path: Path) -> None:
     store = Store(tmp_path)  # a directory
     with pytest.warns(RuntimeWarning, match="in memory"):
-        store.put(made())
-    assert store.records("t") == [made()]
+        store.put(record_of())
+    assert store.records("t") == [record_of()]
     with pytest.warns(RuntimeWarning, match=": 1 measurements are lost"):
         store.close()
 
@@ -323,7 +323,7 @@ def test_where_no_file_can_be_measurements_last_as_long_as_the_store(tmp_path: P
 def test_a_file_that_may_only_be_read_is_read(tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
     with Store(path) as store:
-        store.put(made(candidate="early"))
+        store.put(record_of(candidate="early"))
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA journal_mode = DELETE")
     connection.close()
@@ -331,7 +331,7 @@ def test_a_file_that_may_only_be_read_is_read(tmp_path: Path) -> None:
     assert len(store) == 1
     store._file._disk = store._file._open_to_read()
     with pytest.warns(RuntimeWarning, match="readonly"):
-        store.put(made(candidate="late"))
+        store.put(record_of(candidate="late"))
     assert [record.candidate for record in store.records("t")] == ["early", "late"]
     with pytest.warns(RuntimeWarning, match=": 1 measurements are lost"):
         store.close()
@@ -340,12 +340,12 @@ def test_a_file_that_may_only_be_read_is_read(tmp_path: Path) -> None:
 def test_a_fork_opens_the_file_for_itself(tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
     with Store(path) as store:
-        store.put(made(candidate="parent"))
+        store.put(record_of(candidate="parent"))
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                store.put(made(candidate="child"))
+                store.put(record_of(candidate="child"))
                 status = 0 if len(store) == 2 else 2
             finally:
                 os._exit(status)

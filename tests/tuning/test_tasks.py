@@ -45,10 +45,10 @@ def test_the_key_is_also_of_the_target() -> None:
 
 def test_the_key_is_the_same_in_another_process() -> None:
     code = "from tests.tuning.problems import matmul; print(matmul().key)"
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
-    assert found.stdout.strip() == matmul().key
+    assert result.stdout.strip() == matmul().key
 
 
 def test_flops_are_those_of_a_multiplication() -> None:

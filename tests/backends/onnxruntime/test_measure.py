@@ -31,15 +31,15 @@ pytestmark = pytest.mark.measures
 
 
 def test_measuring_three_models() -> None:
-    found = measure([matmuls(1), matmuls(2), matmuls(1)], feeds(), threads=1, time_limit=1.0)
-    assert len(found.latencies) == 3
-    assert len(found.speedups) == 2
-    assert found.control is not None
-    assert found.threads == 1
-    for speedup in (*found.speedups, found.control):
+    result = measure([matmuls(1), matmuls(2), matmuls(1)], feeds(), threads=1, time_limit=1.0)
+    assert len(result.latencies) == 3
+    assert len(result.speedups) == 2
+    assert result.control is not None
+    assert result.threads == 1
+    for speedup in (*result.speedups, result.control):
         assert 0 <= speedup.low <= speedup.median <= speedup.high
-    assert found.load.cpus >= 1
-    assert found.seconds < 5
+    assert result.load.cpus >= 1
+    assert result.seconds < 5
 
 
 def test_one_bad_model_spoils_it_with_one_line() -> None:
@@ -51,8 +51,8 @@ def test_one_bad_model_spoils_it_with_one_line() -> None:
         measure([matmuls(1)], feeds())
 
 
-def ratio_is_sound(found: SpeedUp | None) -> None:
-    assert found is None or 0 <= found.low <= found.median <= found.high
+def ratio_is_sound(result: SpeedUp | None) -> None:
+    assert result is None or 0 <= result.low <= result.median <= result.high
 
 
 def test_fresh_processes(tmp_path: Path) -> None:
@@ -65,24 +65,24 @@ def test_fresh_processes(tmp_path: Path) -> None:
         return True
 
     start = time.monotonic()
-    found = measure_in_fresh_processes(
+    result = measure_in_fresh_processes(
         path, matmuls(1), feeds(), deciding=Deciding(check), threads=1, time_limit=6.0
     )
     assert time.monotonic() - start < 6.0 + 5.0
-    assert found.verdict is not None
-    assert len(checked) == (found.verdict in (Verdict.FASTER, Verdict.REFUTED))
-    ratio_is_sound(found.decided)
-    ratio_is_sound(found.speedup)
-    assert found.threads == 1
-    assert found.fresh_processes
+    assert result.verdict is not None
+    assert len(checked) == (result.verdict in (Verdict.FASTER, Verdict.REFUTED))
+    ratio_is_sound(result.decided)
+    ratio_is_sound(result.speedup)
+    assert result.threads == 1
+    assert result.fresh_processes
 
 
 def test_a_figure_alone() -> None:
-    found = measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), threads=1, time_limit=5.0)
-    assert found.verdict is None
-    assert found.decided is None
-    assert found.processes <= 24
-    ratio_is_sound(found.speedup)
+    result = measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), threads=1, time_limit=5.0)
+    assert result.verdict is None
+    assert result.decided is None
+    assert result.processes <= 24
+    ratio_is_sound(result.speedup)
 
 
 def test_each_process_is_new_and_the_fork_server_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +92,9 @@ def test_each_process_is_new_and_the_fork_server_has_one_thread(monkeypatch: pyt
 
     def asked(self: Any, index: int, turns: int | None, deadline: float) -> Any:
         server = psutil.Process(self.place.server.pid)
-        found = ask(self, index, turns, deadline)
+        result = ask(self, index, turns, deadline)
         seen.append((server.pid, server.num_threads(), [child.pid for child in server.children()]))
-        return found
+        return result
 
     monkeypatch.setattr(processes.FreshProcesses, "sample", asked)
     measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), threads=2, time_limit=3.0)
@@ -104,7 +104,7 @@ def test_each_process_is_new_and_the_fork_server_has_one_thread(monkeypatch: pyt
 
 
 @dataclass
-class Told:
+class FakeProcesses:
     """A stand-in for the measuring processes, with a clock that only the test advances.
 
     `seconds`: how long one process takes. `turns`: the numbers of turns that the processes were asked for.
@@ -128,51 +128,51 @@ class Told:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], Told]:
-    def tell(seconds: float, ratio: float) -> Told:
-        made = Told(seconds, ratio)
-        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: made.now))
+def fake_processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], FakeProcesses]:
+    def create(seconds: float, ratio: float) -> FakeProcesses:
+        fake = FakeProcesses(seconds, ratio)
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: fake.now))
         monkeypatch.setattr(processes.FreshProcesses, "__init__", lambda self, setup: None)
         monkeypatch.setattr(processes.FreshProcesses, "__exit__", lambda self, *error: None)
-        monkeypatch.setattr(processes.FreshProcesses, "sample", lambda self, *asked: made(*asked))
-        return made
+        monkeypatch.setattr(processes.FreshProcesses, "sample", lambda self, *asked: fake(*asked))
+        return fake
 
-    return tell
+    return create
 
 
 @pytest.mark.parametrize("limit", [0.5, 4.0, 10.0, 31.0, 100.0])
 def test_what_would_not_be_over_in_time_is_not_begun(
-    limit: float, told: Callable[[float, float], Told]
+    limit: float, fake_processes: Callable[[float, float], FakeProcesses]
 ) -> None:
     """A process takes one second, and both models are equally fast."""
-    clock = told(1.0, 1.0)
-    found = measure_in_fresh_processes(
+    clock = fake_processes(1.0, 1.0)
+    result = measure_in_fresh_processes(
         matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True), time_limit=limit
     )
     assert clock.now - 100.0 <= max(1.1 * limit, 1.0)
-    assert found.processes <= limit
-    assert (found.verdict is Verdict.TOO_FEW) == (limit < 3)
+    assert result.processes <= limit
+    assert (result.verdict is Verdict.TOO_FEW) == (limit < 3)
 
 
-def test_what_is_decided_ends_it(told: Callable[[float, float], Told]) -> None:
+def test_what_is_decided_ends_it(fake_processes: Callable[[float, float], FakeProcesses]) -> None:
     """A clear decision takes some seconds of a time limit of an hour."""
-    clock = told(0.1, 1.5)
-    found = measure_in_fresh_processes(
+    clock = fake_processes(0.1, 1.5)
+    result = measure_in_fresh_processes(
         matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True), time_limit=3600.0
     )
-    assert found.verdict is Verdict.FASTER
-    assert found.speedup is not None
-    assert found.speedup.median == pytest.approx(1.5, rel=0.01)
+    assert result.verdict is Verdict.FASTER
+    assert result.speedup is not None
+    assert result.speedup.median == pytest.approx(1.5, rel=0.01)
     assert clock.now - 100.0 < 10.0
 
 
 @pytest.mark.parametrize(("ratio", "spread", "patient"), [(1.0035, 0.002, False), (1.05, 0.1, True)])
 def test_patience_is_for_those_with_neighbours(
-    ratio: float, spread: float, patient: bool, told: Callable[[float, float], Told]
+    ratio: float, spread: float, patient: bool, fake_processes: Callable[[float, float], FakeProcesses]
 ) -> None:
     """Both cases are undecided at the first analyses. Measuring then ends after the patience, unless the estimates
     differ much from each other."""
-    clock = told(0.5, ratio)
+    clock = fake_processes(0.5, ratio)
     clock.spread = spread
     measure_in_fresh_processes(
         matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True, patience=5.0), time_limit=60.0
@@ -181,8 +181,10 @@ def test_patience_is_for_those_with_neighbours(
     assert (clock.now - 100.0 > 7.0) is patient
 
 
-def test_the_time_of_the_check_is_kept_for_it(told: Callable[[float, float], Told]) -> None:
-    clock = told(1.0, 1.5)
+def test_the_time_of_the_check_is_kept_for_it(
+    fake_processes: Callable[[float, float], FakeProcesses],
+) -> None:
+    clock = fake_processes(1.0, 1.5)
     began: list[float] = []
 
     def check() -> bool:
@@ -190,19 +192,19 @@ def test_the_time_of_the_check_is_kept_for_it(told: Callable[[float, float], Tol
         clock.now += 30.0
         return True
 
-    found = measure_in_fresh_processes(
+    result = measure_in_fresh_processes(
         matmuls(1), matmuls(1), feeds(), deciding=Deciding(check, 30.0), time_limit=50.0
     )
     assert began[0] <= 20.0
-    assert found.verdict is Verdict.FASTER
-    assert found.speedup is not None
+    assert result.verdict is Verdict.FASTER
+    assert result.speedup is not None
     assert clock.now - 100.0 <= 51.0
 
 
 def test_a_decision_that_needs_all_its_time_leaves_that_of_the_check(
-    told: Callable[[float, float], Told],
+    fake_processes: Callable[[float, float], FakeProcesses],
 ) -> None:
-    clock = told(1.0, 1.004)
+    clock = fake_processes(1.0, 1.004)
     measure_in_fresh_processes(
         matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True, 40.0), time_limit=50.0
     )
@@ -224,30 +226,30 @@ def test_turns_of_a_process(noise: float, start: float, each: float, left: float
     assert processes._turns(noise, start, each, left, 4) == turns
 
 
-def test_ended_processes_are_not_asked_again(told: Callable[[float, float], Told]) -> None:
+def test_ended_processes_are_not_asked_again(fake_processes: Callable[[float, float], FakeProcesses]) -> None:
     """A process that exceeds its time is killed, together with the fork server. No further sample may be asked for,
     although the check afterwards leaves time for it."""
-    clock = told(1.0, 1.5)
+    clock = fake_processes(1.0, 1.5)
     asked: list[Sample | None] = []
-    tell = type(clock).__call__
+    create = type(clock).__call__
 
-    def once_slow(self: Told, index: int, turns: int | None, deadline: float) -> Sample | None:
+    def once_slow(self: FakeProcesses, index: int, turns: int | None, deadline: float) -> Sample | None:
         assert None not in asked
         if index == 4:
             self.now = deadline + 0.1
             asked.append(None)
             return None
-        asked.append(tell(self, index, turns, deadline))
+        asked.append(create(self, index, turns, deadline))
         return asked[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Told, "__call__", once_slow)
-        found = measure_in_fresh_processes(
+        patch.setattr(FakeProcesses, "__call__", once_slow)
+        result = measure_in_fresh_processes(
             matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True, 30.0), time_limit=45.0
         )
     assert asked[-1] is None
-    assert found.verdict is Verdict.FASTER
-    assert found.speedup is None
+    assert result.verdict is Verdict.FASTER
+    assert result.speedup is None
 
 
 def test_what_a_child_cannot_load_is_said_as_here() -> None:
@@ -280,11 +282,11 @@ def test_a_child_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_child_that_takes_too_long_is_ended() -> None:
     start = time.monotonic()
-    found = measure_in_fresh_processes(
+    result = measure_in_fresh_processes(
         matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True), time_limit=0.01
     )
-    assert found.verdict is Verdict.TOO_FEW
-    assert found.before is None
+    assert result.verdict is Verdict.TOO_FEW
+    assert result.before is None
     assert time.monotonic() - start < 5
 
 
@@ -304,14 +306,14 @@ def test_an_interrupt_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_options_object_is_used_in_this_process() -> None:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    found = measure_in_fresh_processes(
+    result = measure_in_fresh_processes(
         matmuls(1), matmuls(1), feeds(), time_limit=1.0, session_options=options
     )
-    assert not found.fresh_processes
-    assert found.threads == 1
+    assert not result.fresh_processes
+    assert result.threads == 1
 
 
 def test_texts_travel() -> None:
     text = {"x": np.array(["a", "größer"], dtype=object)}
-    found = measure_in_fresh_processes(strings(), strings(), text, threads=1, time_limit=3.0)
-    assert found.pairs > 0
+    result = measure_in_fresh_processes(strings(), strings(), text, threads=1, time_limit=3.0)
+    assert result.pairs > 0

@@ -120,8 +120,8 @@ def test_a_users_options_object_is_completed_and_not_overruled() -> None:
 
 
 def test_timing_one_model() -> None:
-    found = time_model(matmuls(1), feeds(), threads=1)
-    assert 0 < found.p10_ms <= found.median_ms <= found.p90_ms
+    result = time_model(matmuls(1), feeds(), threads=1)
+    assert 0 < result.p10_ms <= result.median_ms <= result.p90_ms
     text = {"x": np.array(["a", "b"], dtype=object)}
     assert time_model(strings(), text, threads=1).samples >= 5
 

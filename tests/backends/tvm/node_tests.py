@@ -79,15 +79,15 @@ def _with_constants(case: Case) -> Case:
 
 def trouble(case: Case, results: Sequence[Any]) -> str | None:
     """How the results differ from the expected ones; None if they do not."""
-    for output, found, expected in zip(case.model.graph.output, results, case.expected):
-        if found.dtype != expected.dtype or found.shape != expected.shape:
-            return f"{output.name} is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
+    for output, result, expected in zip(case.model.graph.output, results, case.expected):
+        if result.dtype != expected.dtype or result.shape != expected.shape:
+            return f"{output.name} is {result.dtype}{list(result.shape)}, not {expected.dtype}{list(expected.shape)}"
         exact = expected.dtype.kind in "biu" or expected.size == 0
-        a, b = (x if exact else x.astype(np.complex128) for x in (found, expected))
+        a, b = (x if exact else x.astype(np.complex128) for x in (result, expected))
         rtol, atol = case.tolerance
         same = np.array_equal(a, b) if exact else np.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
         if not same:
-            return f"{output.name} is {found.reshape(-1)[:4]}, not {expected.reshape(-1)[:4]}"
+            return f"{output.name} is {result.reshape(-1)[:4]}, not {expected.reshape(-1)[:4]}"
     return None
 
 
@@ -98,14 +98,14 @@ def outcome(case: Case) -> tuple[str, str]:
             results = model.run(case.feeds)
     except BackendError as error:
         return "refused", str(error)
-    if (found := trouble(case, results)) is None:
+    if (result := trouble(case, results)) is None:
         return "right", ""
     try:
         with open_model(case.model.SerializeToString(), threads=1) as runtime:
             today = replace(case, expected=tuple(runtime.run(case.feeds)))
     except BackendError:  # it lacks the operator
-        return "wrong", found
-    return ("like ONNX Runtime" if trouble(today, results) is None else "wrong"), found
+        return "wrong", result
+    return ("like ONNX Runtime" if trouble(today, results) is None else "wrong"), result
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import torch
 
 from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
-from tests.tuning.test_layers import FORMS
+from tests.tuning.test_layers import WORKLOADS
 from xrlflow.backends.tvm.kernels import direct, products
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
@@ -31,7 +31,7 @@ SMALL = Shape(width=16, hidden=32, layers=2, heads=2)
 
 
 def space_of(name: str, **changed: tuple[int, ...]) -> DesignSpace:
-    return DesignSpace.of(Layer(replace(FORMS[name], **changed), False), MACHINE)
+    return DesignSpace.of(Layer(replace(WORKLOADS[name], **changed), False), MACHINE)
 
 
 def measured(space: DesignSpace, count: int, seed: int) -> Measured:
@@ -72,7 +72,7 @@ def test_numpy_computes_what_torch_does(name: str) -> None:
 
 
 def test_the_kernels_token_says_what_follows_from_the_loops() -> None:
-    space, workload = space_of("steps"), FORMS["steps"]
+    space, workload = space_of("steps"), WORKLOADS["steps"]
     assert isinstance(workload, direct.Convolution)
     kernel = tokens_of(space).kernel
     for choice, row in zip(space.choices, kernel.tolist()):
@@ -116,9 +116,9 @@ def test_it_orders_kernels_of_a_layer_that_it_has_not_seen(predictor: Predictor)
 def test_each_loss_teaches_alone(ranking: float, squared: bool) -> None:
     space = space_of("pointwise", image=(1, 14, 14, 32), out=(1, 14, 14, 48))
     config = TrainingConfig(steps=120, ranking=ranking, squared=squared, shape=SMALL, learning_rate=3e-3)
-    found = train([measured(space, 200, 1)], config, seed=0)
+    result = train([measured(space, 200, 1)], config, seed=0)
     known = measured(space, 200, 2)
-    ranks = [np.argsort(np.argsort(v)) for v in (found.seconds(known.tokens), known.seconds)]
+    ranks = [np.argsort(np.argsort(v)) for v in (result.seconds(known.tokens), known.seconds)]
     assert np.corrcoef(*ranks)[0, 1] > 0.8
 
 
@@ -175,10 +175,10 @@ def test_a_damaged_file_is_no_predictor(
 def test_the_tuner_proposes_each_kernel_once_in_its_order(predictor: Predictor) -> None:
     space = space_of("strided")
     tuner = OneShotTuner(space, predictor, limit=8)
-    found = [*tuner.propose(3), *tuner.propose(6)]
+    result = [*tuner.propose(3), *tuner.propose(6)]
     assert tuner.propose(1) == []
-    assert len({candidate.key for candidate in found}) == 8
-    places = [list(space.enumerate()).index(candidate.vector or ()) for candidate in found]
+    assert len({candidate.key for candidate in result}) == 8
+    places = [list(space.enumerate()).index(candidate.vector or ()) for candidate in result]
     scores = -predictor.seconds(tokens_of(space))
     assert list(scores[places]) == sorted(scores[places], reverse=True)
     tuner.update([])
@@ -190,7 +190,7 @@ def test_predicted_times_choose_for_a_compilation(predictor: Predictor) -> None:
     from xrlflow.backends.tvm.fusion.tiles import module_of, random_operands
 
     times = PredictedTimes(predictor, MACHINE)
-    forms = (FORMS["steps"], FORMS["strided"], products.Product((1, 40, 64), (1, 40, 96)))
+    forms = (WORKLOADS["steps"], WORKLOADS["strided"], products.Product((1, 40, 64), (1, 40, 96)))
     for workload in forms:
         known = times.of(workload, False)
         assert {choice.algorithm for choice in Layer(workload, False).untuned(MACHINE)} == set(known)
@@ -207,7 +207,7 @@ def test_predicted_times_choose_for_a_compilation(predictor: Predictor) -> None:
 
 
 def test_tokens_tell_where_weights_come_from() -> None:
-    layer = Layer(FORMS["pointwise"], False)
+    layer = Layer(WORKLOADS["pointwise"], False)
     near, far = (tokens_of(DesignSpace.of(layer.at(far), MACHINE), np.arange(3)) for far in (False, True))
     assert not np.array_equal(near.task, far.task)
     assert np.array_equal(near.loops, far.loops)
@@ -222,4 +222,4 @@ def test_wrong_options_are_refused() -> None:
         Shape(width=10, heads=4)
     with pytest.raises(ValueError, match="no measurements"):
         train([])
-    assert isinstance(FORMS["strided"], direct.Convolution)
+    assert isinstance(WORKLOADS["strided"], direct.Convolution)

@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from tests.tuning.measured import MACHINE
-from tests.tuning.test_layers import FORMS
+from tests.tuning.test_layers import WORKLOADS
 from tests.tuning.test_models import network
 from xrlflow import api
 from xrlflow.backends.tvm.devices.execution import ExecutionTarget
@@ -53,55 +53,55 @@ class Known:
 
 
 def test_the_shipped_predictor_is_for_the_processors_that_it_knows() -> None:
-    found = shipped()
-    assert found.about["measurements"] >= 1000
-    for setting in found.about["better_on"]:
+    result = shipped()
+    assert result.about["measurements"] >= 1000
+    for setting in result.about["better_on"]:
         processor, threads = setting.split(":")
-        assert processor in found.about["processors"]
-        assert for_compiling(replace(MACHINE, cpu=processor, cores=int(threads))) is found
+        assert processor in result.about["processors"]
+        assert for_compiling(replace(MACHINE, cpu=processor, cores=int(threads))) is result
         assert for_compiling(replace(MACHINE, cpu=processor, cores=64)) is None
     assert for_compiling(replace(MACHINE, cpu="generic")) is None
 
 
 def test_it_is_used_where_it_was_shown_to_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = replace(arbitrary(), about={"processors": ["znver3", "znver5"], "better_on": ["znver5:2"]})
-    monkeypatch.setattr("xrlflow.tuning.one_shot.predictor.shipped", lambda: found)
-    assert for_compiling(replace(MACHINE, cpu="znver5", cores=2)) is found
+    result = replace(arbitrary(), about={"processors": ["znver3", "znver5"], "better_on": ["znver5:2"]})
+    monkeypatch.setattr("xrlflow.tuning.one_shot.predictor.shipped", lambda: result)
+    assert for_compiling(replace(MACHINE, cpu="znver5", cores=2)) is result
     assert for_compiling(replace(MACHINE, cpu="znver5", cores=4)) is None
     assert for_compiling(replace(MACHINE, cpu="znver3", cores=2)) is None
 
 
 def test_what_was_measured_goes_before_what_is_predicted() -> None:
     times: Times = {Algorithm.TILES: Timed(1e-3)}
-    found = PredictedTimes(arbitrary(), MACHINE, Known(FORMS["steps"], times))
-    assert found.of(FORMS["steps"], False) is times
-    assert len(found.of(FORMS["strided"], False)) > 1
+    result = PredictedTimes(arbitrary(), MACHINE, Known(WORKLOADS["steps"], times))
+    assert result.of(WORKLOADS["steps"], False) is times
+    assert len(result.of(WORKLOADS["strided"], False)) > 1
 
 
 @pytest.mark.parametrize(("part", "stays"), [(0.97, True), (0.9, False)])
 def test_the_untuned_kernel_must_be_beaten_by_a_margin(
     part: float, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = Layer(FORMS["steps"], False)
-    usual = layer.estimated(MACHINE)
+    layer = Layer(WORKLOADS["steps"], False)
+    untuned = layer.estimated(MACHINE)
 
-    def faked(predictor: Predictor, space: DesignSpace, place: int) -> tuple[Any, Any]:
+    def faked(predictor: Predictor, space: DesignSpace, position: int) -> tuple[Any, Any]:
         """Predict that the kernel at `place` takes 1 ms and all others this fraction (`part`) of it."""
-        places = np.arange(space.size)
-        return places, np.where(places == place, 1e-3, part * 1e-3)
+        positions = np.arange(space.size)
+        return positions, np.where(positions == position, 1e-3, part * 1e-3)
 
     monkeypatch.setattr("xrlflow.tuning.one_shot.times.predicted", faked)
     times = PredictedTimes(arbitrary(), MACHINE).of(layer.workload, False)
     best = min(times, key=lambda a: times[a].seconds)  # type: ignore[union-attr]
-    assert (KernelChoice(best, times[best].blocking) == usual) is stays  # type: ignore[union-attr]
+    assert (KernelChoice(best, times[best].blocking) == untuned) is stays  # type: ignore[union-attr]
 
 
 def test_the_times_of_all_ways_that_are_looked_at_are_predicted() -> None:
-    space = DesignSpace.of(Layer(FORMS["steps"], False), MACHINE)
+    space = DesignSpace.of(Layer(WORKLOADS["steps"], False), MACHINE)
     worst = int(space.estimates.argmax())
-    places, seconds = predicted(arbitrary(), space, worst)
-    assert worst in places
-    assert np.array_equal(seconds, arbitrary().seconds(tokens_of(space, places)))
+    positions, seconds = predicted(arbitrary(), space, worst)
+    assert worst in positions
+    assert np.array_equal(seconds, arbitrary().seconds(tokens_of(space, positions)))
 
 
 def test_untuned_compilations_have_the_predicted_kernels(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_layers_that_are_larger_than_any_that_it_learned_from_are_not_predicted(
 
 
 def test_estimates_order_the_kernels_of_larger_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    space = DesignSpace.of(Layer(FORMS["steps"], False), MACHINE)
+    space = DesignSpace.of(Layer(WORKLOADS["steps"], False), MACHINE)
     stubborn = replace(arbitrary(), standard=Standard(30.0, 100.0))  # estimates count for little
 
     def first() -> list[float]:
@@ -169,18 +169,18 @@ def test_one_shot_measures_no_kernel(file: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("xrlflow.tuning.lowering.shipped", arbitrary)
     monkeypatch.setattr("xrlflow.tuning.lowering.PredictedTimes", Listening)
     with Store(tmp_path / "store.sqlite") as store:
-        found = api.tune(file, method="one-shot", threads=2, store=store.path, measure=False)
-        assert found.result.tuning.measured == 0
-        assert found.result.layers == ()
-        assert "none was measured" in found.notes[-1]
-        assert found.verification is not None
-        assert found.verification.verified
+        result = api.tune(file, method="one-shot", threads=2, store=store.path, measure=False)
+        assert result.result.tuning.measured == 0
+        assert result.result.layers == ()
+        assert "none was measured" in result.notes[-1]
+        assert result.verification is not None
+        assert result.verification.verified
         assert len(asked) >= 3
 
 
 def test_eight_kernels_of_a_layer_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xrlflow.tuning.one_shot.predictor.shipped", arbitrary)
-    space = DesignSpace.of(Layer(FORMS["steps"], False), MACHINE)
+    space = DesignSpace.of(Layer(WORKLOADS["steps"], False), MACHINE)
     for method, count in ((Method.ONE_SHOT, 1), (Method.ONE_SHOT_8, 8)):
         tuner = make_tuner(method, space, 0)
         assert len(tuner.propose(16)) == count

@@ -196,8 +196,8 @@ def clustered(count: int) -> Floats:
 
 def test_groups_stop_at_the_knee() -> None:
     """There are twelve clusters. More than eight groups are much better, more than sixteen are hardly better."""
-    found = groups(clustered(12), 8, 64, 2.5, np.random.default_rng(0))
-    assert len(found) == 16
+    result = groups(clustered(12), 8, 64, 2.5, np.random.default_rng(0))
+    assert len(result) == 16
 
 
 def test_groups_are_no_more_than_wanted_or_there_are_points() -> None:
@@ -302,7 +302,7 @@ class Decoded(list[Vector]):
         monkeypatch.setattr(DesignSpace, "decode", noted)
 
 
-def told(config: ChameleonConfig) -> tuple[ChameleonTuner, list[Vector]]:
+def informed_tuner(config: ChameleonConfig) -> tuple[ChameleonTuner, list[Vector]]:
     """A tuner that knows 30 measurements, and the vectors of these, fastest first."""
     space = space_of(PRODUCT)
     landscape = Landscape(space, goal_of(space, 0))
@@ -315,7 +315,7 @@ def told(config: ChameleonConfig) -> tuple[ChameleonTuner, list[Vector]]:
 
 def test_plans_begin_with_neighbours_of_the_two_best(monkeypatch: pytest.MonkeyPatch) -> None:
     space = space_of(PRODUCT)
-    tuner, best = told(replace(SMALL, imagined=0, neighbours=4))
+    tuner, best = informed_tuner(replace(SMALL, imagined=0, neighbours=4))
     decoded = Decoded(monkeypatch)
     tuner.propose(1)
     assert len(set(decoded[:4]) & set(space.neighbours(best[0]))) > 1
@@ -323,7 +323,7 @@ def test_plans_begin_with_neighbours_of_the_two_best(monkeypatch: pytest.MonkeyP
 
 
 def test_configurations_are_imagined_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuner, _ = told(replace(SMALL, imagined=40, neighbours=0, shortlist=1, explore=0.0))
+    tuner, _ = informed_tuner(replace(SMALL, imagined=40, neighbours=0, shortlist=1, explore=0.0))
     decoded = Decoded(monkeypatch)
     tuner.propose(1)
     first = len(decoded)
@@ -334,7 +334,7 @@ def test_configurations_are_imagined_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_is_imagined_counts_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vectors that walks visited have scores of at most 1, so the decoded vectors with larger scores come first."""
-    tuner, known = told(SMALL)
+    tuner, known = informed_tuner(SMALL)
     order = np.random.default_rng(9).permutation(space_of(PRODUCT).points)
     imagined = [vector for point in order.tolist() if (vector := tuple(point)) not in known][:12]
     scored = [(vector, 2.0 - 0.05 * i) for i, vector in enumerate(imagined)]
@@ -343,7 +343,7 @@ def test_what_is_imagined_counts_by_its_kernel(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_was_decoded_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuner, _ = told(replace(SMALL, explore=0.0))
+    tuner, _ = informed_tuner(replace(SMALL, explore=0.0))
     decoded = Decoded(monkeypatch)
     for _ in range(3):
         tuner.propose(4)
@@ -351,7 +351,7 @@ def test_what_was_decoded_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_of_a_group_all_that_have_been_decoded_are_compared() -> None:
-    tuner, _ = told(SMALL)
+    tuner, _ = informed_tuner(SMALL)
     pool = space_of(PRODUCT).draw(np.random.default_rng(9), 20)
     decoded = tuner._decode([tuple(vector) for vector in pool.tolist()], 20)
     assert len(decoded) > 2 * SMALL.shortlist
@@ -362,7 +362,7 @@ def test_of_a_group_all_that_have_been_decoded_are_compared() -> None:
 
 
 def test_the_likeliest_comes_first() -> None:
-    tuner, _ = told(replace(SMALL, explore=0.0))
+    tuner, _ = informed_tuner(replace(SMALL, explore=0.0))
     proposed = tuner.propose(8)
     assert len(proposed) > 3
     scores = tuner._surrogate.rank(proposed).tolist()
@@ -370,12 +370,12 @@ def test_the_likeliest_comes_first() -> None:
 
 
 def test_nothing_has_to_be_imagined() -> None:
-    tuner, _ = told(replace(SMALL, imagined=0, neighbours=0))
+    tuner, _ = informed_tuner(replace(SMALL, imagined=0, neighbours=0))
     assert len(tuner.propose(8)) > 1
 
 
 def test_walks_begin_at_the_best_measured_and_then_at_the_best_imagined() -> None:
-    tuner, best = told(SMALL)
+    tuner, best = informed_tuner(SMALL)
     tuner.propose(1)
     starts, near = tuner._starts()
     assert (len(starts), near) == (32, 8)
@@ -400,7 +400,7 @@ def test_an_agent_of_other_tasks_chooses_from_the_start() -> None:
     drawn = ChameleonTuner(space, 0, config).propose(4)
     assert len(drawn) == 4
     assert proposed
-    lower, upper = (np.mean([sum(c.vector or ()) for c in found]) for found in (proposed, drawn))
+    lower, upper = (np.mean([sum(c.vector or ()) for c in result]) for result in (proposed, drawn))
     assert lower < 0.5 * upper
 
 

@@ -84,18 +84,18 @@ def trials_to_goal(tuner: Tuner, landscape: Landscape, most: int, batch: int = 8
 
 def play(tuner: Tuner, space: DesignSpace, batches: Sequence[int]) -> list[Candidate]:
     """The proposals of a tuner on a landscape in which every fifth measurement fails."""
-    landscape, found = Landscape(space, goal_of(space, 0)), []
+    landscape, result = Landscape(space, goal_of(space, 0)), []
     for size in batches:
         proposed = tuner.propose(size)
         assert len(proposed) <= size
-        found += proposed
+        result += proposed
         tuner.update(
             [
                 (c, Measurement(error="it fell over") if i % 5 == 4 else landscape(c))
                 for i, c in enumerate(proposed)
             ]
         )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("layer", [PRODUCT, CONVOLUTION, FOUR])
@@ -103,15 +103,15 @@ def play(tuner: Tuner, space: DesignSpace, batches: Sequence[int]) -> list[Candi
 def test_proposals_are_distinct_valid_and_reproducible(method: Method, layer: MadeUp) -> None:
     space = space_of(layer)
     batches = (8, 3, 6)
-    found = play(MAKERS[method](space, 1), space, batches)
-    assert len({c.key for c in found}) == len(found) >= 10
-    for candidate in found:
+    result = play(MAKERS[method](space, 1), space, batches)
+    assert len({c.key for c in result}) == len(result) >= 10
+    for candidate in result:
         assert candidate.vector is not None
         again = space.decode(candidate.vector)
         assert again is not None
         assert (again.key, again.vector) == (candidate.key, candidate.vector)
-    assert [c.key for c in play(MAKERS[method](space, 1), space, batches)] == [c.key for c in found]
-    assert [c.key for c in play(MAKERS[method](space, 2), space, batches[:1])] != [c.key for c in found[:8]]
+    assert [c.key for c in play(MAKERS[method](space, 1), space, batches)] == [c.key for c in result]
+    assert [c.key for c in play(MAKERS[method](space, 2), space, batches[:1])] != [c.key for c in result[:8]]
 
 
 @pytest.mark.parametrize("method", MAKERS)
@@ -151,13 +151,13 @@ def test_what_another_has_measured_is_not_proposed(method: Method) -> None:
     measured = RandomTuner(space, 5).propose(space.size // 2)
     tuner = MAKERS[method](space, 0)
     tuner.update([(c, Measurement((1e-3 * (1 + i),))) for i, c in enumerate(measured)])
-    found: list[Candidate] = []
+    result: list[Candidate] = []
     for _ in range(6):
         proposed = tuner.propose(8)
-        found += proposed
+        result += proposed
         tuner.update([(c, Measurement((1e-2,))) for c in proposed])
-    assert found
-    assert not {c.key for c in found} & {c.key for c in measured}
+    assert result
+    assert not {c.key for c in result} & {c.key for c in measured}
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_what_another_has_measured_is_not_proposed(method: Method) -> None:
 def test_every_kernel_is_proposed_once_and_then_it_ends(make: Callable[[DesignSpace, int], Tuner]) -> None:
     space = space_of(SMALLEST)
     kernels = {c.key for v in space.enumerate() if (c := space.decode(v)) is not None}
-    tuner, found = make(space, 0), []
+    tuner, result = make(space, 0), []
     landscape = Landscape(space, goal_of(space, 0))
     while proposed := tuner.propose(40):
-        found += [c.key for c in proposed]
+        result += [c.key for c in proposed]
         tuner.update([(c, landscape(c)) for c in proposed])
-    assert len(found) == len(kernels)
-    assert set(found) == kernels
+    assert len(result) == len(kernels)
+    assert set(result) == kernels
 
 
 @pytest.mark.parametrize("method", GUIDED)
@@ -197,11 +197,11 @@ def test_the_best_is_found_in_a_fraction_of_the_space(method: Method) -> None:
     """Random search would need 1,800 trials on average, half of the space."""
     space = space_of(TINY)
     assert space.size == 3600
-    found = [
+    result = [
         trials_to_goal(MAKERS[method](space, seed), Landscape(space, goal_of(space, seed)), space.size // 16)
         for seed in range(3)
     ]
-    assert sum(trials is not None for trials in found) >= 2
+    assert sum(trials is not None for trials in result) >= 2
 
 
 @pytest.mark.parametrize("method", GUIDED)

@@ -192,8 +192,8 @@ def test_indices_outside_of_their_tables_there(board: Board, tmp_path: Path) -> 
         for outside in (3, -4, 1 << 40):
             with pytest.raises(BackendError, match=rf"^Gather y: index {outside} \(input ids\) is outside"):
                 model.run({"x": x, "ids": np.array([0, outside])})
-        [found] = model.run({"x": x, "ids": np.array([2, -3])})
-        np.testing.assert_array_equal(found, x[[2, 0]])
+        [result] = model.run({"x": x, "ids": np.array([2, -3])})
+        np.testing.assert_array_equal(result, x[[2, 0]])
 
 
 def test_more_threads_than_the_server_has_are_refused(board: Board) -> None:
@@ -449,12 +449,12 @@ def test_of_the_tuned_models_the_better_one_is_compared_with_the_untuned_one(
         return comparison(*((ratio, ratio, ratio) for ratio in ratios))
 
     monkeypatch.setattr(models, "compare_there", compare_there)
-    made: list[Any] = [(name, None) for name in ("untuned", "tuned", "rewritten")[: 1 + len(first)]]
-    times, best, compared = models._fastest_there(cast(Any, None), made, {}, 1.0)
+    candidates: list[Any] = [(name, None) for name in ("untuned", "tuned", "rewritten")[: 1 + len(first)]]
+    times, best, compared = models._fastest_there(cast(Any, None), candidates, {}, 1.0)
     assert best == chosen
     better = 1 + first.index(max(first))
     if second is not None:
-        assert asked[1:] == [["untuned", made[better][0]]]
+        assert asked[1:] == [["untuned", candidates[better][0]]]
         assert compared.speedup.median == second
         assert times[better] == pytest.approx(3.0 / second)
     else:
@@ -486,11 +486,11 @@ def test_the_fastest_has_to_be_faster_once_more(
         return comparison(*(each for each in next(compared) if each is not None))
 
     monkeypatch.setattr(compiled, "compare_there", compare_there)
-    made: list[Any] = [
+    candidates: list[Any] = [
         compiled.Lowered(None, path, None) for path in ("the original", "found first", "found")
     ]  # type: ignore[arg-type]
     place: Any = SimpleNamespace(remote="tracker:9190/board")
-    best, remarks = compiled._best_there(place, made, {}, 1.0)
+    best, remarks = compiled._best_there(place, candidates, {}, 1.0)
     assert asked[0] == ["the original", "found first", "found"]
     assert asked[1:] == ([["the original", "found"]] if second else [])
     assert best.path == chosen

@@ -89,11 +89,11 @@ def test_the_numbers_of_a_transposed_weight() -> None:
             moved = builder.emit(relax.op.permute_dims(relax.const(weight, "float32"), [2, 0, 1]))
             out = builder.emit_output(relax.op.add(x, moved))
         builder.emit_func_output(out)
-    found: list[np.ndarray] = []
+    result: list[np.ndarray] = []
 
     def look(expression: object) -> None:
         if isinstance(expression, GenericConst):
-            found.append(expression.value.numpy())
+            result.append(expression.value.numpy())
 
     relax.analysis.post_order_visit(fold_moves(builder.get())["main"], look)
-    assert any(np.array_equal(array, weight.transpose(2, 0, 1)) for array in found if array.ndim == 3)
+    assert any(np.array_equal(array, weight.transpose(2, 0, 1)) for array in result if array.ndim == 3)

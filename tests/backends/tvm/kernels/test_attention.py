@@ -154,12 +154,12 @@ Feeds = dict[str, npt.NDArray[np.generic]]
 
 def feeds(model: onnx.ModelProto) -> Feeds:
     rng = np.random.default_rng(1)
-    found: Feeds = {}
+    result: Feeds = {}
     for value in model.graph.input:
         kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         drawn = rng.standard_normal([d.dim_value for d in value.type.tensor_type.shape.dim])
-        found[value.name] = drawn > 0 if kind == np.bool_ else drawn.astype(kind)
-    return found
+        result[value.name] = drawn > 0 if kind == np.bool_ else drawn.astype(kind)
+    return result
 
 
 def kernels(text: str) -> list[str]:
@@ -180,13 +180,13 @@ def both(
 
 @pytest.mark.parametrize("name", whole(FUSED, [*FUSED][::2]))
 def test_one_kernel(name: str) -> None:
-    made = kernels(FUSED[name])
-    assert sum("attention" in kernel for kernel in made) == 1
-    assert not any("softmax" in kernel or "matmul" in kernel for kernel in made)
+    names = kernels(FUSED[name])
+    assert sum("attention" in kernel for kernel in names) == 1
+    assert not any("softmax" in kernel or "matmul" in kernel for kernel in names)
     model = network(FUSED[name])
-    for expected, found in both(model, feeds(model), detect()):
-        assert found.shape == expected.shape
-        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    for expected, result in both(model, feeds(model), detect()):
+        assert result.shape == expected.shape
+        np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -204,8 +204,8 @@ def test_transpositions_around_the_heads_disappear() -> None:
 def test_other_machines(name: str, cores: int) -> None:
     """The target has 16 registers of 8 floats. Rows of three heads are divided among any number of threads."""
     model = network(FUSED[name])
-    ((expected, found),) = both(model, feeds(model), detect(cpu="haswell", cores=cores))
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    ((expected, result),) = both(model, feeds(model), detect(cpu="haswell", cores=cores))
+    np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
 
 
 def test_masked_by_infinity() -> None:
@@ -216,10 +216,10 @@ def test_masked_by_infinity() -> None:
     mask[..., 0, 5:] = -np.inf
     mask[..., 1, :47] = -np.inf
     mask[..., 2, :] = -np.inf
-    ((expected, found),) = both(model, {**given, "m": mask}, detect())
+    ((expected, result),) = both(model, {**given, "m": mask}, detect())
     assert np.isnan(expected[0, 2]).all()
-    assert not np.isnan(np.delete(found, 2, axis=1)).any()
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    assert not np.isnan(np.delete(result, 2, axis=1)).any()
+    np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
 
 
 def test_windows_masked_by_infinity() -> None:
@@ -228,19 +228,19 @@ def test_windows_masked_by_infinity() -> None:
     mask = np.where(np.arange(37) < 20, 0.0, -np.inf).astype(np.float32)
     given["n"] = np.broadcast_to(mask, (1, 6, 1, 37, 37)).copy()
     given["n"][0, 4, 0, 7] = -np.inf  # type: ignore[call-overload]
-    ((expected, found),) = both(model, given, detect())
-    assert np.isnan(found[4, 7]).all()
-    assert np.isfinite(np.delete(found, 4, axis=0)).all()
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    ((expected, result),) = both(model, given, detect())
+    assert np.isnan(result[4, 7]).all()
+    assert np.isfinite(np.delete(result, 4, axis=0)).all()
+    np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
 
 
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     model = network(FUSED["odd"])
     given = feeds(model)
     given["q"][0, 3, 1, 0] = np.nan  # type: ignore[call-overload]
-    ((expected, found),) = both(model, given, detect())
-    assert np.isnan(found[0, 3, 1]).all()
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    ((expected, result),) = both(model, given, detect())
+    assert np.isnan(result[0, 3, 1]).all()
+    np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.filterwarnings("error:a kernel was left unscheduled")

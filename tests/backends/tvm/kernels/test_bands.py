@@ -20,7 +20,7 @@ from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
 pytestmark = pytest.mark.measures
 
 
-def block(
+def block_graph(
     image: str = "1,24,14,14",
     wide: int = 144,
     out: str = "1,24,14,14",
@@ -40,10 +40,10 @@ def block(
 
 
 GRAPHS = {
-    "a residual": block(end="y = Add(x, p)"),
-    "strides": block(out="1,40,7,7", depthwise="pads=[1,1,1,1], strides=[2,2]"),
-    "strides of which one is more": block(out="1,24,14,5", depthwise="pads=[1,1,1,1], strides=[1,3]"),
-    "a window of 5, and a batch": block(
+    "a residual": block_graph(end="y = Add(x, p)"),
+    "strides": block_graph(out="1,40,7,7", depthwise="pads=[1,1,1,1], strides=[2,2]"),
+    "strides of which one is more": block_graph(out="1,24,14,5", depthwise="pads=[1,1,1,1], strides=[1,3]"),
+    "a window of 5, and a batch": block_graph(
         "3,8,9,11",
         40,
         "3,8,9,11",
@@ -51,18 +51,18 @@ GRAPHS = {
         window="5,5",
         end="s = Sigmoid(p) y = Mul(p, s)",
     ),
-    "a flat window": block("1,8,9,11", 40, "1,8,9,9", depthwise="pads=[0,0,0,0]", window="1,3"),
-    "no padding": block(out="1,24,12,12", depthwise="pads=[0,0,0,0]"),
-    "padded more than the window": block("1,8,5,6", 16, "1,8,12,9", depthwise="pads=[4,1,5,4]"),
-    "no column of the image is read": block("1,8,5,5", 16, "1,8,5,1", "pads=[1,9,1,0], strides=[1,12]"),
-    "the last columns of the image are not read": block(
+    "a flat window": block_graph("1,8,9,11", 40, "1,8,9,9", depthwise="pads=[0,0,0,0]", window="1,3"),
+    "no padding": block_graph(out="1,24,12,12", depthwise="pads=[0,0,0,0]"),
+    "padded more than the window": block_graph("1,8,5,6", 16, "1,8,12,9", depthwise="pads=[4,1,5,4]"),
+    "no column of the image is read": block_graph("1,8,5,5", 16, "1,8,5,1", "pads=[1,9,1,0], strides=[1,12]"),
+    "the last columns of the image are not read": block_graph(
         "1,8,9,9", 16, "1,8,2,2", "pads=[0,0,0,0], strides=[4,4]"
     ),
-    "channels that no vector divides": block("1,23,13,10", 37, "1,11,13,10"),
-    "an output of one channel": block("1,5,9,9", 24, "1,1,9,9"),
-    "one row": block("1,16,1,30", 48, "1,16,1,30"),
-    "one pixel": block("1,16,3,3", 48, "1,16,1,1", depthwise="pads=[0,0,0,0]"),
-    "read between": block(
+    "channels that no vector divides": block_graph("1,23,13,10", 37, "1,11,13,10"),
+    "an output of one channel": block_graph("1,5,9,9", 24, "1,1,9,9"),
+    "one row": block_graph("1,16,1,30", 48, "1,16,1,30"),
+    "one pixel": block_graph("1,16,3,3", 48, "1,16,1,1", depthwise="pads=[0,0,0,0]"),
+    "read between": block_graph(
         "1,16,9,9", 48, "1,16,9,9", end="m = GlobalAveragePool(a) q = ReduceMean<keepdims=1>(m) y = Add(p, q)"
     ),
     "expansion alone": (
@@ -135,9 +135,9 @@ def test_infinities_stay_in_their_channel(size: float) -> None:
     model = network(GRAPHS["channels that no vector divides"])
     x = np.random.default_rng(0).standard_normal((1, 23, 13, 10)).astype(np.float32)
     x[0, 3, 4, 5] = size
-    expected, found = results(model, Algorithm.F23, detect(), {"x": x})
+    expected, result = results(model, Algorithm.F23, detect(), {"x": x})
     assert np.isfinite(expected).all()
-    assert_close(expected, found)
+    assert_close(expected, result)
 
 
 def test_one_kernel_for_a_block() -> None:
@@ -146,15 +146,15 @@ def test_one_kernel_for_a_block() -> None:
 
 
 LEFT = {
-    "dilation": block(out="1,24,12,12", depthwise="pads=[1,1,1,1], dilations=[2,2]"),
-    "few channels": block("1,2,14,14", 3, "1,2,14,14"),
+    "dilation": block_graph(out="1,24,12,12", depthwise="pads=[1,1,1,1], dilations=[2,2]"),
+    "few channels": block_graph("1,2,14,14", 3, "1,2,14,14"),
     "a projection alone, of many pixels": (
         "(float[1,32,56,56] x, float[32,1,3,3] w, float[24,32,1,1] w1) => (float[1,24,56,56] y) {"
         " e = Conv<group=32, pads=[1,1,1,1]>(x, w) f = Relu(e) y = Conv(f, w1) }"
     ),
-    "doubles": block().replace("float", "double"),
-    "long sums": block("1,264,20,20", 32, "1,8,20,20"),
-    "a large window": block("1,8,31,31", 24, "1,8,31,31", depthwise="pads=[4,4,4,4]", window="9,9"),
+    "doubles": block_graph().replace("float", "double"),
+    "long sums": block_graph("1,264,20,20", 32, "1,8,20,20"),
+    "a large window": block_graph("1,8,31,31", 24, "1,8,31,31", depthwise="pads=[4,4,4,4]", window="9,9"),
 }
 
 
@@ -164,7 +164,7 @@ def test_left_alone(name: str) -> None:
 
 
 def test_what_is_read_elsewhere_is_not_swallowed() -> None:
-    text = block(end="y = Identity(p)").replace(
+    text = block_graph(end="y = Identity(p)").replace(
         "=> (float[1,24,14,14] y)", "=> (float[1,24,14,14] y, float[1,144,14,14] f)"
     )
     assert "fused_conv2d" in " ".join(kernels(text))

@@ -77,9 +77,9 @@ def results(text: str, machine: Machine, feeds: dict[str, Array] | None = None) 
 @pytest.mark.parametrize("name", FUSED)
 def test_results(name: str) -> None:
     assert any("batches" in kernel for kernel in kernels(FUSED[name]))
-    for expected, found in results(FUSED[name], detect(cores=2)):
-        assert found.shape == expected.shape
-        np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6 * float(np.abs(expected).max()))
+    for expected, result in results(FUSED[name], detect(cores=2)):
+        assert result.shape == expected.shape
+        np.testing.assert_allclose(result, expected, rtol=0, atol=4e-6 * float(np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("name", ["steps", "bias of columns"])
@@ -95,18 +95,18 @@ def test_left_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ["windows", "odd everywhere"])
 def test_other_machines(name: str) -> None:
     """The target has 16 registers of 8 floats."""
-    ((expected, found),) = results(FUSED[name], detect(cpu="haswell", cores=2))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6 * float(np.abs(expected).max()))
+    ((expected, result),) = results(FUSED[name], detect(cpu="haswell", cores=2))
+    np.testing.assert_allclose(result, expected, rtol=0, atol=4e-6 * float(np.abs(expected).max()))
 
 
 def test_what_is_not_a_number_stays_in_its_row_and_column() -> None:
     text = FUSED["odd everywhere"]
     given = numbers(network(text))
     given["x"][2, 3, 1], given["z"][4, 1, 36] = np.nan, np.inf
-    ((expected, found),) = results(text, detect(cores=2), given)
-    assert np.isnan(found[2, 3]).all()
-    assert np.isinf(found[4, :, 36]).all()
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    ((expected, result),) = results(text, detect(cores=2), given)
+    assert np.isnan(result[2, 3]).all()
+    assert np.isinf(result[4, :, 36]).all()
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @given(rows=st.integers(1, 300), columns=st.integers(16, 700), narrow=st.booleans(), in_halves=st.booleans())

@@ -120,11 +120,11 @@ def test_what_is_not_finite_stays_in_its_group(name: str, size: float) -> None:
     shape = [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim]
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     x[0, 17, 3, 3] = size
-    expected, found = results(model, Algorithm.F23, detect(), {"x": x})
+    expected, result = results(model, Algorithm.F23, detect(), {"x": x})
     assert 0 < np.isnan(expected).sum() < expected.size or size == np.inf
-    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
+    np.testing.assert_array_equal(np.isfinite(result), np.isfinite(expected))
     finite = np.isfinite(expected)
-    assert_close(expected[finite], found[finite])
+    assert_close(expected[finite], result[finite])
 
 
 NETWORKS = {

@@ -157,7 +157,7 @@ def test_sums_are_as_exact_as_those_of_two_kernels(mean: float, monkeypatch: pyt
     monkeypatch.setattr("xrlflow.backends.tvm.fusion.fuse.use_direct_norm", lambda module, machine: module)
     _, two = results(model, Algorithm.F23, ONE)
     exact = _in_doubles(model)
-    errors = [float(np.sqrt(np.mean((found - exact) ** 2))) for found in (one, two)]
+    errors = [float(np.sqrt(np.mean((result - exact) ** 2))) for result in (one, two)]
     assert not np.array_equal(one, two)
     assert 0 < errors[0] <= 1.1 * errors[1]
 

@@ -263,8 +263,8 @@ def test_kernels_agree_with_onnx_runtime(name: str) -> None:
         warnings.simplefilter("error")  # of a kernel that is left unscheduled
         lowered = compiled(model, detect(), threads=2)
     with lowered:
-        found = lowered.run(feeds)
-    for a, b in zip(expected, found, strict=True):
+        result = lowered.run(feeds)
+    for a, b in zip(expected, result, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6)
@@ -342,8 +342,8 @@ def kernels(name: str) -> dict[str, Any]:
 def test_contractions_leave_a_choice(name: str) -> None:
     """A kernel that is not recognised as a contraction runs about ten times slower. A gate has two contractions, of one
     row."""
-    found = [n for n, mod in kernels(name).items() if choices(mod, detect())]
-    assert len(found) == (2 if name == "gate" else 1)
+    result = [n for n, mod in kernels(name).items() if choices(mod, detect())]
+    assert len(result) == (2 if name == "gate" else 1)
 
 
 @pytest.mark.parametrize(
@@ -353,8 +353,8 @@ def test_odd_columns_are_computed_in_whole_vectors(
     name: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel's weights have additional columns, and the result is cropped, with every tile."""
-    (found,) = (mod for n, mod in kernels(name).items() if "crop" in n)
-    untuned = heuristic(found, detect())
+    (result,) = (mod for n, mod in kernels(name).items() if "crop" in n)
+    untuned = heuristic(result, detect())
     assert untuned is not None
     assert untuned.tile.lanes == detect().lanes
     assert padded_columns(columns, detect().lanes, detect().in_halves) % untuned.tile.columns == 0
@@ -362,7 +362,7 @@ def test_odd_columns_are_computed_in_whole_vectors(
     feeds = numbers(model)
     with open_model(model.SerializeToString()) as runtime:
         expected = runtime.run(feeds)[0]
-    few = choices(found, detect())[:: max(1, len(choices(found, detect())) // 6)]
+    few = choices(result, detect())[:: max(1, len(choices(result, detect())) // 6)]
     for choice in few:
 
         def chosen(mod: Any, machine: Machine, choice: TileBlocking = choice) -> Any:
@@ -410,8 +410,8 @@ def test_weights_of_phases_keep_their_type() -> None:
 
 
 def test_an_image_of_one_column_has_a_tile_of_rows() -> None:
-    (found,) = (mod for n, mod in kernels("Conv, one pixel wide").items() if "conv2d" in n)
-    chosen = heuristic(found, detect())
+    (result,) = (mod for n, mod in kernels("Conv, one pixel wide").items() if "conv2d" in n)
+    chosen = heuristic(result, detect())
     assert chosen is not None
     assert chosen.tile.rows > 2
 
@@ -444,8 +444,8 @@ def test_rows_that_are_prime_get_longer() -> None:
         "Conv, prime rows, strided, odd channels",
         "Conv, prime rows, pointwise",
     ):
-        (found,) = (mod for n, mod in kernels(name).items() if "crop" in n)
-        chosen = heuristic(found, detect())
+        (result,) = (mod for n, mod in kernels(name).items() if "crop" in n)
+        chosen = heuristic(result, detect())
         assert chosen is not None
         assert chosen.tile.rows > 1
     assert not any("crop" in n for n in kernels("Conv, prime rows, pointwise, a batch"))
@@ -496,10 +496,10 @@ def test_activations_keep_what_is_not_a_number(name: str) -> None:
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (expected,) = runtime.run({"x": x})
     with Tvm().compile(model.SerializeToString(), threads=1) as compiled:
-        (found,) = compiled.run({"x": x})
+        (result,) = compiled.run({"x": x})
     assert np.isnan(expected).any()
     # With a fast algorithm, NaN spreads to the whole tile.
-    assert np.isnan(np.asarray(found))[np.isnan(expected)].all()
+    assert np.isnan(np.asarray(result))[np.isnan(expected)].all()
 
 
 def test_type() -> None:

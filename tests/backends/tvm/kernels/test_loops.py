@@ -11,7 +11,7 @@ import pytest
 
 from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
-from tests.tuning.test_layers import FORMS
+from tests.tuning.test_layers import WORKLOADS
 from xrlflow.backends.tvm.kernels import direct, winograd
 from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, KernelChoice, LayerWorkload
 from xrlflow.backends.tvm.kernels.loops import Loop, loops_of, loops_of_bands, totals
@@ -40,9 +40,9 @@ def multiplications(workload: LayerWorkload, choice: KernelChoice) -> float:
     return all_of_them
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "groups"])
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "groups"])
 def test_all_multiplications_are_in_the_loops(name: str) -> None:
-    workload = FORMS[name]
+    workload = WORKLOADS[name]
     choices = Layer(workload, False).everything(MACHINE)
     for choice in random.Random(0).sample(choices, min(150, len(choices))):
         if choice.blocking is None or getattr(choice.blocking, "together", 1) > 1:
@@ -53,10 +53,10 @@ def test_all_multiplications_are_in_the_loops(name: str) -> None:
         assert done >= 0.999 * multiplications(workload, choice)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "groups"])
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "groups"])
 def test_what_fits_exactly_is_not_padded(name: str) -> None:
     """The blocking with the fewest multiplications has less than a fifth too many."""
-    workload = FORMS[name]
+    workload = WORKLOADS[name]
     least = min(
         totals(loops)[-1] * loops[-1].work / multiplications(workload, choice)
         for choice in Layer(workload, False).everything(MACHINE)

@@ -54,8 +54,8 @@ def compare(text: str, machine: Machine, rtol: float = 2e-5) -> Any:
         warnings.simplefilter("error")  # of a kernel that is left unscheduled
         lowered = compiled(model, machine, threads=2)
     with lowered:
-        found = lowered.run(feeds)
-    for n, (a, b) in enumerate(zip(expected, found, strict=True)):
+        result = lowered.run(feeds)
+    for n, (a, b) in enumerate(zip(expected, result, strict=True)):
         assert a.shape == b.shape
         np.testing.assert_allclose(b, a, rtol=rtol, atol=2e-6, err_msg=f"output {n}")
     return model
@@ -91,8 +91,8 @@ def test_infinities_beyond_the_border_are_not_seen() -> None:
     x = np.ones((1, 16, 5, 5), np.float32)
     x[0, :, 0, 0] = np.inf
     with open_model(model.SerializeToString()) as runtime, compiled(model, detect()) as ours:
-        expected, found = runtime.run({"x": x})[0], ours.run({"x": x})[0]
-    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
+        expected, result = runtime.run({"x": x})[0], ours.run({"x": x})[0]
+    np.testing.assert_array_equal(np.isfinite(result), np.isfinite(expected))
 
 
 @pytest.mark.parametrize("pool", POOLS[1:12:5])

@@ -68,13 +68,13 @@ def test_many_rows_in_parallel() -> None:
 
 def test_infinities_and_nan() -> None:
     """Some windows contain only -inf. ONNX Runtime computes this width in vectors."""
-    found, rng = image(2, 3, 20, 64), np.random.default_rng(1)
-    found[rng.random(found.shape) < 0.02] = np.inf
-    found[rng.random(found.shape) < 0.05] = -np.inf
-    found[0, 0, :8, :8] = -np.inf
-    spoiled = found.copy()
-    spoiled[rng.random(found.shape) < 0.05] = np.nan
+    result, rng = image(2, 3, 20, 64), np.random.default_rng(1)
+    result[rng.random(result.shape) < 0.02] = np.inf
+    result[rng.random(result.shape) < 0.05] = -np.inf
+    result[0, 0, :8, :8] = -np.inf
+    spoiled = result.copy()
+    spoiled[rng.random(result.shape) < 0.05] = np.nan
     gaps = tuple(pool for pool in (*POOLS, *MORE) if "dilations" in pool)
     others = tuple(pool for pool in (*POOLS[:8:2], *MORE[::3]) if pool not in gaps)
-    compare(others, detect(), found, spoiled)
-    compare(gaps[::2], detect(), found)
+    compare(others, detect(), result, spoiled)
+    compare(gaps[::2], detect(), result)

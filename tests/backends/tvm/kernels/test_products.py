@@ -80,18 +80,18 @@ def results(text: str, machine: Machine, feeds: dict[str, Array] | None = None) 
         return [(np.asarray(a), np.asarray(b)) for a, b in zip(expected, lowered.run(given), strict=True)]
 
 
-def assert_close(expected: Array, found: Array) -> None:
+def assert_close(expected: Array, result: Array) -> None:
     """Check that results differ only by rounding in single precision."""
-    assert found.shape == expected.shape
+    assert result.shape == expected.shape
     scale = float(np.abs(expected).max())
-    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6 * scale)
+    np.testing.assert_allclose(result, expected, rtol=0, atol=4e-6 * scale)
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_results(name: str) -> None:
     assert any("product" in kernel for kernel in kernels(FUSED[name]))
-    for expected, found in results(FUSED[name], detect()):
-        assert_close(expected, found)
+    for expected, result in results(FUSED[name], detect()):
+        assert_close(expected, result)
 
 
 @pytest.mark.parametrize("name", ["bias and activation", "bias first, Gelu, residual", "Gelu spelt out"])
@@ -109,20 +109,20 @@ def test_left_alone(name: str) -> None:
 @pytest.mark.parametrize("cores", [1, 7])
 def test_other_machines(name: str, cores: int) -> None:
     """The target has 16 registers of 8 floats. Panels and rows are divided among any number of threads."""
-    ((expected, found),) = results(FUSED[name], detect(cpu="haswell", cores=cores))
-    assert_close(expected, found)
+    ((expected, result),) = results(FUSED[name], detect(cpu="haswell", cores=cores))
+    assert_close(expected, result)
 
 
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     text = FUSED["odd columns"]
     x = numbers(network(text))["x"]
     x[3, 7], x[5, 9] = np.nan, np.inf
-    ((expected, found),) = results(text, detect(), {"x": x})
-    assert np.isnan(found[3]).all()
-    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
-    np.testing.assert_array_equal(found[5], expected[5])
+    ((expected, result),) = results(text, detect(), {"x": x})
+    assert np.isnan(result[3]).all()
+    np.testing.assert_array_equal(np.isfinite(result), np.isfinite(expected))
+    np.testing.assert_array_equal(result[5], expected[5])
     finite = np.isfinite(expected).all(axis=1)
-    assert_close(expected[finite], found[finite])
+    assert_close(expected[finite], result[finite])
 
 
 def test_long_sums_are_exact() -> None:
@@ -134,8 +134,8 @@ def test_long_sums_are_exact() -> None:
     from onnx import numpy_helper
 
     exact = given["x"].astype(np.float64) @ numpy_helper.to_array(weights)
-    ((expected, found),) = results(text, detect(), given)
-    assert np.abs(found - exact).max() <= 2 * np.abs(expected - exact).max()
+    ((expected, result),) = results(text, detect(), given)
+    assert np.abs(result - exact).max() <= 2 * np.abs(expected - exact).max()
 
 
 def test_panels_of_weights() -> None:

@@ -48,8 +48,8 @@ def compare(wanted: Sequence[tuple[str, tuple[int, int]]], machine: Machine, las
         warnings.simplefilter("error")  # of a kernel that is left unscheduled
         lowered = compiled(model, machine, threads=2)
     with lowered:
-        found = lowered.run(feeds)
-    for a, b, (attributes, size) in zip(expected, found, wanted, strict=True):
+        result = lowered.run(feeds)
+    for a, b, (attributes, size) in zip(expected, result, wanted, strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=4e-6, err_msg=f"{attributes} {size}")
 
 

@@ -25,12 +25,12 @@ MODES = [
 
 def grid(count: int, height: int, width: int, image: tuple[int, int]) -> npt.NDArray[np.float32]:
     """Positions in and around an image. They include the centres and borders of pixels, and positions far away."""
-    found = np.random.default_rng(0).uniform(-1.7, 1.7, (count, height * width, 2)).astype(np.float32)
+    result = np.random.default_rng(0).uniform(-1.7, 1.7, (count, height * width, 2)).astype(np.float32)
     ties = [(np.arange(2 * n + 1) / n - 1).astype(np.float32) for n in reversed(image)]
     for axis, values in enumerate(ties):
-        found[:, : len(values), axis] = values[: found.shape[1]]
-    found[0, -3:] = [[1e4, -1e4], [-1e3, 0.1], [-5, 7]]  # those far away
-    return found.reshape(count, height, width, 2)
+        result[:, : len(values), axis] = values[: result.shape[1]]
+    result[0, -3:] = [[1e4, -1e4], [-1e3, 0.1], [-5, 7]]  # those far away
+    return result.reshape(count, height, width, 2)
 
 
 def compare(shape: tuple[int, ...], places: tuple[int, int], modes: list[str], machine: Machine) -> None:

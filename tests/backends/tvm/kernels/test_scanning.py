@@ -67,9 +67,9 @@ def test_running_sums_of_infinities_and_zeros() -> None:
     )
     x = x.astype(np.float32)
     with open_model(model.SerializeToString()) as runtime, compiled(model, detect()) as ours:
-        expected, found = runtime.run({"x": x})[0], ours.run({"x": x})[0]
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
+        expected, result = runtime.run({"x": x})[0], ours.run({"x": x})[0]
+    np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(np.signbit(result), np.signbit(expected))
 
 
 @pytest.mark.parametrize("kind", ["float", "int32"])
@@ -96,8 +96,8 @@ def test_greatest(shape: tuple[int, ...], kind: str) -> None:
     )
     model = network(text)
     with open_model(model.SerializeToString()) as runtime, compiled(model, detect()) as ours:
-        expected, found = runtime.run({"x": x}), ours.run({"x": x})
-    for n, (a, b) in enumerate(zip(expected, found, strict=True)):
+        expected, result = runtime.run({"x": x}), ours.run({"x": x})
+    for n, (a, b) in enumerate(zip(expected, result, strict=True)):
         axis, ordered = order[n // 2]
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(*((b, a) if ordered else (np.sort(b, axis), np.sort(a, axis))))
@@ -137,9 +137,9 @@ def test_in_a_library_of_kernels(tmp_path: Path) -> None:
         "(float[4,40] x) => (float[4,3] y, int64[4,3] i) <int64[1] k = {3}, int64 a = {1}> {"
         " e = Exp(x)\n c = CumSum(e, a)\n y, i = TopK(c, k) }"
     )
-    made = hybrid(model, {}, detect())
-    assert made.nodes == 3
-    made.save(tmp_path / "model.onnx")
+    compiled_graph = hybrid(model, {}, detect())
+    assert compiled_graph.nodes == 3
+    compiled_graph.save(tmp_path / "model.onnx")
     x = np.random.default_rng(0).standard_normal((4, 40)).astype(np.float32)
     with open_model(model.SerializeToString()) as runtime, open_model(str(tmp_path / "model.onnx")) as ours:
         for a, b in zip(runtime.run({"x": x}), ours.run({"x": x}), strict=True):

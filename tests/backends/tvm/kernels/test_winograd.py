@@ -58,15 +58,15 @@ def results(
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (expected,) = runtime.run(given)
     with compiled(model, machine, threads=2, algorithms=Algorithms(only=algorithm)) as lowered:
-        (found,) = lowered.run(given)
-    return np.asarray(expected), np.asarray(found)
+        (result,) = lowered.run(given)
+    return np.asarray(expected), np.asarray(result)
 
 
-def assert_close(expected: Array, found: Array) -> None:
+def assert_close(expected: Array, result: Array) -> None:
     """Check that results differ only by rounding in single precision."""
-    assert found.shape == expected.shape
+    assert result.shape == expected.shape
     scale = float(np.abs(expected).max())
-    np.testing.assert_allclose(found, expected, rtol=0, atol=8e-6 * scale)
+    np.testing.assert_allclose(result, expected, rtol=0, atol=8e-6 * scale)
 
 
 @pytest.mark.parametrize("m", [2, 4])
@@ -177,14 +177,14 @@ def test_what_is_not_finite_spreads_as_in_plain_sums(name: str, algorithm: Algor
     places = {(0, 0), (0, 5), (7, 3), (4, 4), (image.shape[2] - 1, image.shape[3] - 1)}
     for channel, (y, x) in enumerate(places):
         image[-1, channel, y, x] = value
-    expected, found = results(model, algorithm, detect(), given)
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
-    np.testing.assert_array_equal(np.isposinf(found), np.isposinf(expected))
-    np.testing.assert_array_equal(np.isneginf(found), np.isneginf(expected))
+    expected, result = results(model, algorithm, detect(), given)
+    np.testing.assert_array_equal(np.isnan(result), np.isnan(expected))
+    np.testing.assert_array_equal(np.isposinf(result), np.isposinf(expected))
+    np.testing.assert_array_equal(np.isneginf(result), np.isneginf(expected))
     usual = np.abs(expected) < 1e6
     assert usual.mean() > 0.3
     if value != 1e37:  # finite: its neighbours in a tile round with it
-        np.testing.assert_allclose(found[usual], expected[usual], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(result[usual], expected[usual], rtol=0, atol=1e-4)
 
 
 def convolved(image: Array, weights: Array) -> Array:
@@ -230,8 +230,8 @@ def in_one_channel() -> Array:
 def test_differences_of_pixels_stay_plain(weights: Array) -> None:
     """Sums of differences are small, so F(4,3) has 6 to 20 times the error of plain sums, in one output channel or in
     all."""
-    (found,) = relative_errors(weights, 4)
-    assert found.channel > WORST_CHANNEL
+    (result,) = relative_errors(weights, 4)
+    assert result.channel > WORST_CHANNEL
     model = network(conv("1,32,12,12", "64,32,3,3", "1,64,12,12"))
     (tensor,) = model.graph.initializer
     tensor.CopyFrom(onnx.numpy_helper.from_array(weights.transpose(3, 2, 0, 1).copy(), tensor.name))
@@ -270,11 +270,11 @@ def test_no_error_is_beyond_the_bound(algorithm: Algorithm, kind: str) -> None:
         image[:] = np.sign(image)
     else:
         image[:] = 1.0 + 1e-3 * image
-    found = results(model, algorithm, detect(), given)[1]
+    result = results(model, algorithm, detect(), given)[1]
     assert algorithm.m is not None
     (errors,) = relative_errors(weights.transpose(2, 3, 1, 0), algorithm.m)
     plain = 9 * 32 * 2.0**-24 * np.abs(weights).sum(axis=(1, 2, 3)) * np.abs(image).max()
-    error = np.abs(found - convolved(image, weights)).max(axis=(0, 2, 3))
+    error = np.abs(result - convolved(image, weights)).max(axis=(0, 2, 3))
     assert (error <= errors.most * plain).all()
     assert errors.most < {2: 6, 4: 50}[algorithm.m]
 
@@ -375,8 +375,8 @@ def test_every_group_is_estimated() -> None:
 
 def test_shares_add_up() -> None:
     chosen = [AlgorithmOption(Algorithm.F43, 1.0, 3.0), AlgorithmOption(Algorithm.TILES, 1.0)]
-    found = shared_out(["a", "b"], chosen, others=2)
-    assert [c.share for c in found] == pytest.approx([9 / 12, 1 / 12])
+    result = shared_out(["a", "b"], chosen, others=2)
+    assert [c.share for c in result] == pytest.approx([9 / 12, 1 / 12])
 
 
 def test_the_choice_is_noted() -> None:

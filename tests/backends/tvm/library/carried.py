@@ -107,8 +107,8 @@ def carried(name: str, model: ModelProto, machine: Machine, *, weights_as_inputs
 
 def built(models: Mapping[str, ModelProto], machine: Machine) -> tuple[KernelLibrary, dict[str, Carried]]:
     """Compile the models. Returns the library with all their kernels, and the compiled models."""
-    made = {name: carried(f"Region_{i}", model, machine) for i, (name, model) in enumerate(models.items())}
-    return kernel_library({m.name: m.compiled for m in made.values()}, machine), made
+    regions = {name: carried(f"Region_{i}", model, machine) for i, (name, model) in enumerate(models.items())}
+    return kernel_library({m.name: m.compiled for m in regions.values()}, machine), regions
 
 
 def all_built(cpu: str | None = None, triple: str | None = None) -> tuple[KernelLibrary, dict[str, Carried]]:
@@ -140,28 +140,28 @@ def for_another_processor(library: KernelLibrary) -> KernelLibrary:
     return replace(library, tables=library.tables.replace(start, f'{start}"imaginary", '))
 
 
-def save_all(folder: Path, library: KernelLibrary, made: Mapping[str, Carried]) -> None:
+def save_all(folder: Path, library: KernelLibrary, regions: Mapping[str, Carried]) -> None:
     """Write `NAME.onnx`, `NAME.plain.onnx` and `NAME.npz` (inputs) for each model, and `kernels.so`, into a folder."""
-    for name, model in made.items():
+    for name, model in regions.items():
         onnx.save(model.plain, folder / f"{name}.plain.onnx")
         onnx.save(model.function(library.domain), folder / f"{name}.onnx")
         np.savez(folder / f"{name}.npz", **feeds_of(model.plain))  # type: ignore[arg-type]
     library.save(folder / "kernels.so")
 
 
-def with_another_body(made: Carried, domain: str) -> ModelProto:
+def with_another_body(regions: Carried, domain: str) -> ModelProto:
     """A model whose kernels compute something else than the nodes of its function."""
-    model = made.function(domain)
+    model = regions.function(domain)
     model.functions[0].node[-1].op_type = "Sigmoid"
     return model
 
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    library, made = all_built()
-    save_all(folder, library, made)
+    library, regions = all_built()
+    save_all(folder, library, regions)
     for_another_processor(library).save(folder / "foreign.so")
-    onnx.save(with_another_body(made["symbolic"], library.domain), folder / "other-body.onnx")
+    onnx.save(with_another_body(regions["symbolic"], library.domain), folder / "other-body.onnx")
 
 
 if __name__ == "__main__":

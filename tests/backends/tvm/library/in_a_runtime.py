@@ -71,8 +71,8 @@ def check_results(folder: Path, name: str) -> None:
     close(expected, session(file, library, library, folder / "foreign.so", library).run(None, feeds))
     running = session(file, library)
     with ThreadPoolExecutor(6) as pool:
-        for found in pool.map(lambda _: running.run(None, feeds), range(30)):
-            close(expected, found)
+        for result in pool.map(lambda _: running.run(None, feeds), range(30)):
+            close(expected, result)
 
 
 def check_errors(folder: Path) -> None:

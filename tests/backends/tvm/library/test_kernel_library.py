@@ -78,12 +78,12 @@ def another(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def options(*libraries: Path, threads: int = 2) -> Any:
-    made = ort.SessionOptions()
-    made.intra_op_num_threads = threads
-    made.log_severity_level = 4  # errors are raised as well
+    session_options = ort.SessionOptions()
+    session_options.intra_op_num_threads = threads
+    session_options.log_severity_level = 4  # errors are raised as well
     for library in libraries:
-        made.register_custom_ops_library(str(library))
-    return made
+        session_options.register_custom_ops_library(str(library))
+    return session_options
 
 
 def session(model: ModelProto, *libraries: Path, threads: int = 2) -> Any:
@@ -109,23 +109,23 @@ def identical(a: list[Array], b: list[Array]) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_file_computes_the_same_with_and_without_its_library(kernels: Built, name: str) -> None:
-    plain, made = kernels.models[name].plain, kernels.function(name)
-    onnx.checker.check_model(made, full_check=True)
+    plain, compiled = kernels.models[name].plain, kernels.function(name)
+    onnx.checker.check_model(compiled, full_check=True)
     feeds = feeds_of(plain)
     expected = session(plain).run(None, feeds)
-    identical(expected, session(made).run(None, feeds))
-    with_kernels = session(made, kernels.path)
+    identical(expected, session(compiled).run(None, feeds))
+    with_kernels = session(compiled, kernels.path)
     close(expected, with_kernels.run(None, feeds))
     close(expected, with_kernels.run(None, feeds))  # in memory that has been used
 
 
 def test_kernels_run_where_the_library_is_registered(kernels: Built) -> None:
     """Otherwise the other tests would compare the functions' nodes with themselves."""
-    made = with_another_body(kernels.models["symbolic"], kernels.library.domain)
+    compiled = with_another_body(kernels.models["symbolic"], kernels.library.domain)
     plain, feeds = kernels.models["symbolic"].plain, feeds_of(kernels.models["symbolic"].plain)
     expected = session(plain).run(None, feeds)
-    assert np.abs(session(made).run(None, feeds)[0] - expected[0]).max() > 0.1
-    close(expected, session(made, kernels.path).run(None, feeds))
+    assert np.abs(session(compiled).run(None, feeds)[0] - expected[0]).max() > 0.1
+    close(expected, session(compiled, kernels.path).run(None, feeds))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -151,18 +151,18 @@ def test_regions_that_run_at_the_same_time(kernels: Built) -> None:
     )
     model = parsed(text)
     regions = {kernels.models["matmul"].name: region_of(model.graph, range(3))}
-    made = with_functions(model, regions, kernels.library.domain)
-    node = made.graph.node.add()
-    node.CopyFrom(next(n for n in made.graph.node if n.domain))
+    with_regions = with_functions(model, regions, kernels.library.domain)
+    node = with_regions.graph.node.add()
+    node.CopyFrom(next(n for n in with_regions.graph.node if n.domain))
     node.output[0], node.name = "f", "second"
-    kept = [n for n in made.graph.node if n.domain or n.op_type == "Sub"]
+    kept = [n for n in with_regions.graph.node if n.domain or n.op_type == "Sub"]
     kept.sort(key=lambda n: n.op_type == "Sub")
-    del made.graph.node[:]
-    made.graph.node.extend(kept)
+    del with_regions.graph.node[:]
+    with_regions.graph.node.extend(kept)
     chosen = options(kernels.path)
     chosen.execution_mode = ort.ExecutionMode.ORT_PARALLEL
     chosen.inter_op_num_threads = 2
-    running = ort.InferenceSession(made.SerializeToString(), chosen)
+    running = ort.InferenceSession(with_regions.SerializeToString(), chosen)
     feeds = feeds_of(model)
     for _ in range(10):
         assert not running.run(None, feeds)[0].any()
@@ -172,10 +172,10 @@ def test_weights_as_inputs(tmp_path: Path) -> None:
     """The function's nodes read the weights of the model. Kernels have copies of their own."""
     machine = detect(None, 2, None)
     names = ("conv", "matmul", "reshape")
-    made = {n: carried(f"Region_{n}", parsed(TEXTS[n]), machine, weights_as_inputs=True) for n in names}
-    library = kernel_library({each.name: each.compiled for each in made.values()}, machine)
+    regions = {n: carried(f"Region_{n}", parsed(TEXTS[n]), machine, weights_as_inputs=True) for n in names}
+    library = kernel_library({each.name: each.compiled for each in regions.values()}, machine)
     library.save(path := tmp_path / "kernels.so")
-    for each in made.values():
+    for each in regions.values():
         plain, model = each.plain, each.function(library.domain, weights_as_inputs=True)
         onnx.checker.check_model(model, full_check=True)
         assert [t.name for t in model.graph.initializer] == [t.name for t in plain.graph.initializer]
@@ -237,10 +237,10 @@ def test_other_sizes_are_an_error(kernels: Built) -> None:
 
 
 def test_another_number_of_dimensions_is_an_error(kernels: Built) -> None:
-    made = kernels.function("symbolic")
-    for value in (*made.graph.input, *made.graph.output):
+    compiled = kernels.function("symbolic")
+    for value in (*compiled.graph.input, *compiled.graph.output):
         value.type.tensor_type.ClearField("shape")
-    running = session(made, kernels.path)
+    running = session(compiled, kernels.path)
     for shape in ((), (3,), (3, 8, 1), (1,) * 40, (3, 8) + (1,) * 62):
         with pytest.raises(Exception, match=r"sizes \[3, 8\]"):
             running.run(None, {key: np.ones(shape, np.float32) for key in ("x", "other")})
@@ -341,11 +341,11 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
     library, models = built({"large": parsed(text)}, detect(None, 2, None))
     library.save(path := tmp_path / "large.so")
     assert models["large"].compiled.plan.arena >= 4 << 20
-    made, feeds = models["large"].function(library.domain), feeds_of(models["large"].plain)
+    compiled, feeds = models["large"].function(library.domain), feeds_of(models["large"].plain)
 
     def reloaded(times: int) -> int:
         for _ in range(times):
-            session(made, path).run(None, feeds)
+            session(compiled, path).run(None, feeds)
         gc.collect()
         return int(psutil.Process().memory_info().rss)
 
@@ -353,7 +353,7 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
     assert reloaded(20) - before < 40 << 20  # it would be 80
 
 
-class AnotherRuntime:
+class OtherRuntime:
     """The library of ONNX Runtime's package, not that of its Python module. Its functions are called by their
     numbers."""
 
@@ -369,11 +369,11 @@ class AnotherRuntime:
             text = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(self.table[2])(status)
             raise AssertionError(text.decode())
 
-    def made(self, number: int, *given: Any) -> ctypes.c_void_p:
+    def created(self, number: int, *given: Any) -> ctypes.c_void_p:
         """Call a function that creates an object and stores it in its last argument. Returns the object."""
-        found = ctypes.c_void_p()
-        self.call(number, *given, ctypes.c_void_p(ctypes.addressof(found)))
-        return found
+        result = ctypes.c_void_p()
+        self.call(number, *given, ctypes.c_void_p(ctypes.addressof(result)))
+        return result
 
     def release(self, number: int, given: ctypes.c_void_p) -> None:
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.table[number])(given)
@@ -392,13 +392,13 @@ def test_cloned_options_and_a_second_runtime_in_the_process(kernels: Built, tmp_
     here = session(kernels.function("symbolic"), kernels.path)
     expected = here.run(None, feeds)
 
-    other = AnotherRuntime(file)
-    env = other.made(3, ctypes.c_int(4), text)
-    first = other.made(10)
-    other.made(29, first, library)
-    clone = other.made(12, first)
-    other.made(29, clone, library)
-    sessions = [other.made(7, env, ctypes.c_char_p(str(path).encode()), each) for each in (first, clone)]
+    other = OtherRuntime(file)
+    env = other.created(3, ctypes.c_int(4), text)
+    first = other.created(10)
+    other.created(29, first, library)
+    clone = other.created(12, first)
+    other.created(29, clone, library)
+    sessions = [other.created(7, env, ctypes.c_char_p(str(path).encode()), each) for each in (first, clone)]
     other.release(100, first)
     other.release(100, clone)
     for each in sessions:
@@ -408,22 +408,22 @@ def test_cloned_options_and_a_second_runtime_in_the_process(kernels: Built, tmp_
     close(expected, here.run(None, feeds))
 
 
-def run_in(other: AnotherRuntime, opened: ctypes.c_void_p, feeds: Mapping[str, Array]) -> Array:
+def run_in(other: OtherRuntime, opened: ctypes.c_void_p, feeds: Mapping[str, Array]) -> Array:
     """The output y of a model whose inputs are floats and have the shape of y."""
-    memory = other.made(69, ctypes.c_int(0), ctypes.c_int(0))
+    memory = other.created(69, ctypes.c_int(0), ctypes.c_int(0))
     values = []
     for array in feeds.values():
         shape = (ctypes.c_int64 * array.ndim)(*array.shape)
         data, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
         at_shape = ctypes.c_void_p(ctypes.addressof(shape))
         values.append(
-            other.made(49, memory, data, size, at_shape, ctypes.c_size_t(array.ndim), ctypes.c_int(1))
+            other.created(49, memory, data, size, at_shape, ctypes.c_size_t(array.ndim), ctypes.c_int(1))
         )
     names = (ctypes.c_char_p * len(feeds))(*[name.encode() for name in feeds])
     given = (ctypes.c_void_p * len(feeds))(*[value.value for value in values])
     wanted = (ctypes.c_char_p * 1)(b"y")
     inputs = [ctypes.c_void_p(ctypes.addressof(each)) for each in (names, given, wanted)]
-    result = other.made(
+    result = other.created(
         9,
         opened,
         ctypes.c_void_p(),
@@ -434,12 +434,12 @@ def run_in(other: AnotherRuntime, opened: ctypes.c_void_p, feeds: Mapping[str, A
         ctypes.c_size_t(1),
     )
     first = next(iter(feeds.values()))
-    data = other.made(51, result)
-    found = np.ctypeslib.as_array(ctypes.cast(data, ctypes.POINTER(ctypes.c_float)), first.shape).copy()
+    data = other.created(51, result)
+    actual = np.ctypeslib.as_array(ctypes.cast(data, ctypes.POINTER(ctypes.c_float)), first.shape).copy()
     for value in (*values, result):
         other.release(96, value)
     other.release(94, memory)
-    return found
+    return actual
 
 
 # --- Processors
@@ -506,8 +506,8 @@ def test_the_domain_depends_on_code_constants_and_what_is_computed() -> None:
     machine = detect(None, 2, None)
 
     def domain(text: str, computed: str = "0" * 16) -> str:
-        made = carried("Region_0", parsed(text), machine)
-        return kernel_library({"Region_0": made.compiled}, machine, computed).domain
+        region = carried("Region_0", parsed(text), machine)
+        return kernel_library({"Region_0": region.compiled}, machine, computed).domain
 
     text = "(float[4] x) => (float[4] y) <float[4] w = {1, 2, 3, 4}> { y = Add(x, w) }"
     other = [text, text.replace("4}", "5}"), text.replace("Add", "Mul"), text.replace("[4]", "[2,2]")]
@@ -529,7 +529,10 @@ def test_a_kernel_that_needs_the_runtime_of_tvm_is_refused() -> None:
 
     x = te.placeholder((4,), "float32", "x")
     y = te.extern(
-        (4,), [x], lambda given, made: tirx.call_packed("some.function", given[0], made[0]), dtype="float32"
+        (4,),
+        [x],
+        lambda inputs, outputs: tirx.call_packed("some.function", inputs[0], outputs[0]),
+        dtype="float32",
     )
     machine = detect(None, 2, None)
     region = carried("Region_0", parsed("(float[4] x) => (float[4] y) { y = Relu(x) }"), machine).compiled
@@ -555,22 +558,26 @@ def test_kernels_of_a_model_of_an_older_opset(opset: int, tmp_path: Path) -> Non
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     axes = {"axes": [1]} if opset < 18 else {}
-    made = helper.make_node
+    make_node = helper.make_node
     nodes = [
-        made("ReduceMax", ["x", "one"] if opset >= 18 else ["x"], ["top"], **axes),
-        made("Sub", ["x", "top"], ["d"]),
-        made("Exp", ["d"], ["e"]),
-        made("ReduceSum", ["e", "one"] if opset >= 13 else ["e"], ["s"], **({} if opset >= 13 else axes)),
-        made("Div", ["e", "s"], ["p"]),
-        made("Unsqueeze", ["p", "one"] if opset >= 13 else ["p"], ["u"], **({} if opset >= 13 else axes)),
-        made("Relu", ["u"], ["y"]),
+        make_node("ReduceMax", ["x", "one"] if opset >= 18 else ["x"], ["top"], **axes),
+        make_node("Sub", ["x", "top"], ["d"]),
+        make_node("Exp", ["d"], ["e"]),
+        make_node(
+            "ReduceSum", ["e", "one"] if opset >= 13 else ["e"], ["s"], **({} if opset >= 13 else axes)
+        ),
+        make_node("Div", ["e", "s"], ["p"]),
+        make_node(
+            "Unsqueeze", ["p", "one"] if opset >= 13 else ["p"], ["u"], **({} if opset >= 13 else axes)
+        ),
+        make_node("Relu", ["u"], ["y"]),
     ]
     one = onnx.numpy_helper.from_array(np.array([1]), "one")
     graph = helper.make_graph(nodes, "g", [x], [y], [one] if opset >= 13 else [])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
-    found = hybrid(model, {"x": (3, 8)}, detect(None, 2, None))
-    assert found.nodes == len(nodes)
-    found.save(tmp_path / "m.onnx")
+    result = hybrid(model, {"x": (3, 8)}, detect(None, 2, None))
+    assert result.nodes == len(nodes)
+    result.save(tmp_path / "m.onnx")
     assert [o.version for o in onnx.load(tmp_path / "m.onnx").opset_import if not o.domain] == [opset]
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(tmp_path / "m.so"))

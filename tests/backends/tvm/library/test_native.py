@@ -82,18 +82,18 @@ def results(content: bytes, models: Mapping[str, Carried]) -> dict[str, str | li
 
     def elements() -> bytes:
         size = number()
-        found = file.read(size)
+        result = file.read(size)
         file.read(-size % 8)
-        return found
+        return result
 
     if number() == 0:
         return {}
-    found: dict[str, str | list[bytes]] = {}
+    result: dict[str, str | list[bytes]] = {}
     for name in models:
         error = elements().decode()
-        found[name] = error or [elements() for _ in range(number())]
+        result[name] = error or [elements() for _ in range(number())]
     assert not file.read()
-    return found
+    return result
 
 
 def run(
@@ -116,14 +116,14 @@ def run(
     return results((folder / "results").read_bytes(), models)
 
 
-def compare(found: Any, models: Mapping[str, Carried]) -> None:
-    assert isinstance(found, dict), found
-    assert found.keys() == models.keys()
+def compare(result: Any, models: Mapping[str, Carried]) -> None:
+    assert isinstance(result, dict), result
+    assert result.keys() == models.keys()
     for name, model in models.items():
         session = ort.InferenceSession(model.plain.SerializeToString())
         expected = session.run(None, feeds_of(model.plain))
-        assert isinstance(found[name], list), found[name]
-        for ours, right in zip(found[name], expected, strict=True):
+        assert isinstance(result[name], list), result[name]
+        for ours, right in zip(result[name], expected, strict=True):
             array = np.frombuffer(ours, right.dtype).reshape(right.shape)
             bound = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}.get(str(right.dtype), 0.0)
             np.testing.assert_allclose(
@@ -154,7 +154,7 @@ def test_with_sanitizers(kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_
     library.save(tmp_path / "kernels.so", options=SANITIZED)
     host = compiled(tmp_path, *SANITIZED)
     compare(run([str(host)], tmp_path, models), models)
-    found = run(
+    result = run(
         [str(host)],
         tmp_path,
         models,
@@ -162,8 +162,8 @@ def test_with_sanitizers(kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_
         other=np.ones((3, 8), np.float32),
         index=np.array([0, 9, 0, 0], np.int64),
     )
-    assert "input x is not of the type and the sizes [3, 8]" in found["symbolic"]
-    assert "index 9 (input index) is outside of its table" in found["gather"]
+    assert "input x is not of the type and the sizes [3, 8]" in result["symbolic"]
+    assert "index 9 (input index) is outside of its table" in result["gather"]
 
 
 def test_sanitizers_see_a_wrong_table(
@@ -186,8 +186,8 @@ def test_an_old_runtime_is_not_asked_for_a_new_api(
     library, models = kernels
     library.save(tmp_path / "kernels.so")
     monkeypatch.setenv("HOST_VERSION", version)
-    found = run([str(compiled(tmp_path))], tmp_path, models, threads=1)
-    assert bool(found) == (version in ("1.17.0", "1.100.2", "2.0.0"))
+    result = run([str(compiled(tmp_path))], tmp_path, models, threads=1)
+    assert bool(result) == (version in ("1.17.0", "1.100.2", "2.0.0"))
 
 
 _IN_A_SESSION = """
@@ -214,7 +214,7 @@ def test_with_sanitizers_in_a_session(
     library, models = kernels
     save_all(tmp_path, library, models)
     library.save(tmp_path / "kernels.so", options=SANITIZED)
-    found = [
+    result = [
         subprocess.run(["cc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
     ]
@@ -222,7 +222,7 @@ def test_with_sanitizers_in_a_session(
         [sys.executable, "-c", _IN_A_SESSION, str(tmp_path), *models],
         env={
             **os.environ,
-            "LD_PRELOAD": " ".join(path.strip() for path in found),
+            "LD_PRELOAD": " ".join(path.strip() for path in result),
             "ASAN_OPTIONS": "detect_leaks=0",  # Python's own are many; the host looks for ours
         },
         capture_output=True, text=True, check=False, timeout=120,
@@ -401,8 +401,8 @@ def test_the_table_agrees_with_llvm_on_this_machine(tmp_path: Path) -> None:
     subprocess.run(["cc", str(source), "-o", str(tmp_path / "names")], check=True)
     lines = subprocess.run([str(tmp_path / "names")], capture_output=True, text=True, check=True).stdout
     ours = {name: value == "1" for name, value in (line.split() for line in lines.splitlines())}
-    found = tvm().get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
-    theirs = {str(name): bool(value) for name, value in found.items()}
+    result = tvm().get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    theirs = {str(name): bool(value) for name, value in result.items()}
     assert ours["sse2"]
     both = ours.keys() & theirs.keys()
     assert {name: ours[name] for name in both} == {name: theirs[name] for name in both}

@@ -47,11 +47,11 @@ UNIQUE = operator("agraph (float[4] x) => (float[?] y) { y = Unique(x) }", {"x":
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_each_operator_has_its_times(channels_last: bool) -> None:
-    found = operator_times(
+    result = operator_times(
         [CONV, UNIQUE, POOL, PRODUCT, CONCAT], detect(None, 1), 1, channels_last=channels_last
     )
-    assert found[1] is None
-    for times in (found[0], *found[2:]):
+    assert result[1] is None
+    for times in (result[0], *result[2:]):
         assert times is not None
         assert len(times.seconds) >= 5
         assert (times.seconds > 0).all()

@@ -193,10 +193,10 @@ def answers(library: Path) -> Mapping[str, Any]:
         timeout=100,
         check=False,
     )
-    found, stream = [], io.BytesIO(done.stdout)
+    result, stream = [], io.BytesIO(done.stdout)
     while stream.tell() < len(done.stdout):
-        found.append(pickle.load(stream))
-    return dict(zip(cases, found)) | dict.fromkeys(list(cases)[len(found) :], "the process has ended")
+        result.append(pickle.load(stream))
+    return dict(zip(cases, result)) | dict.fromkeys(list(cases)[len(result) :], "the process has ended")
 
 
 def test_indices_inside_of_their_tables(answers: Mapping[str, Any]) -> None:
@@ -237,8 +237,8 @@ def test_without_checks_kernels_stay_inside() -> None:
     compiled = Tvm().compile(model.SerializeToString())
     compiled.interface = dataclasses.replace(compiled.interface, checks=())
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
-    found, ends = compiled.run({"x": x, "rows": np.array([-4, 1, 3, -1, 5])})
-    np.testing.assert_array_equal(found, x[[0, 1, 2, 2, 2]])
+    result, ends = compiled.run({"x": x, "rows": np.array([-4, 1, 3, -1, 5])})
+    np.testing.assert_array_equal(result, x[[0, 1, 2, 2, 2]])
     np.testing.assert_array_equal(ends, [[-4, 5]])
 
 
@@ -338,11 +338,11 @@ def test_no_other_kernels_take_addresses_from_data() -> None:
     from tvm.ir.expr import TensorLoad
     from tvm_ffi import structural_walk
 
-    machine, tried, found = detect(), Counter[str](), set[str]()
+    machine, tried, result = detect(), Counter[str](), set[str]()
 
     def look(name: str, access: Any) -> None:
         for index in access.indices:
-            structural_walk(index, (TensorLoad, lambda _: found.add(name.rstrip("0123456789"))))
+            structural_walk(index, (TensorLoad, lambda _: result.add(name.rstrip("0123456789"))))
 
     for case in backend_tests("node"):
         graph = case.model.graph if case.model is not None else None
@@ -363,8 +363,8 @@ def test_no_other_kernels_take_addresses_from_data() -> None:
                 for kind in (TensorLoad, tirx.BufferStore):
                     structural_walk(function.body, (kind, lambda a, name=variable.name_hint: look(name, a)))
     assert sum(tried.values()) > 150
-    assert found <= KNOWN
-    assert {"take", "gather", "scatter_nd"} <= found
+    assert result <= KNOWN
+    assert {"take", "gather", "scatter_nd"} <= result
 
 
 def test_what_a_check_says() -> None:

@@ -94,8 +94,8 @@ def test_one_model_runs_in_several_threads() -> None:
     proto.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
     with Tvm().compile(proto.SerializeToString(), threads=1) as model, ThreadPoolExecutor(4) as pool:
         expected = [np.array(model.run(each)[0]) for each in given]
-        for turn, (found,) in enumerate(pool.map(model.run, given * 30)):
-            np.testing.assert_array_equal(found, expected[turn % 4])
+        for turn, (result,) in enumerate(pool.map(model.run, given * 30)):
+            np.testing.assert_array_equal(result, expected[turn % 4])
 
 
 def test_compiled_models_are_measured_beside_others(file: Path, library: Path, feeds: Feeds) -> None:
@@ -283,9 +283,9 @@ def test_operators_that_are_spelt_out(op: str, search: str, tmp_path: Path) -> N
 
 
 def test_tuning_spells_out_too(tmp_path: Path) -> None:
-    found = xrlflow.tune(recurrent("GRU"), trials=0, measure=False, store=tmp_path / "store.sqlite")
-    assert found.verification is not None
-    assert found.verification.verified
+    result = xrlflow.tune(recurrent("GRU"), trials=0, measure=False, store=tmp_path / "store.sqlite")
+    assert result.verification is not None
+    assert result.verification.verified
 
 
 def test_named_dimensions_are_numbers_to_what_is_spelt_out() -> None:
@@ -368,7 +368,7 @@ def test_what_tvm_raises_at_a_proposal_leaves_the_original_graph(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds for any error of TVM. If there is no other graph, it becomes an error message of one line."""
-    usual, compile_model, compiled, broken = pkgutil.resolve_name(step), Tvm.compile, 0, {1}
+    original, compile_model, compiled, broken = pkgutil.resolve_name(step), Tvm.compile, 0, {1}
 
     def counting(*given: Any, **named: Any) -> TvmModel:
         nonlocal compiled
@@ -378,7 +378,7 @@ def test_what_tvm_raises_at_a_proposal_leaves_the_original_graph(
     def failing(*given: Any, **named: Any) -> Any:
         if compiled in broken:
             raise TypeError("int() argument must be a number\nof TVM's")
-        return usual(*given, **named)
+        return original(*given, **named)
 
     monkeypatch.setattr(Tvm, "compile", counting)
     monkeypatch.setattr(step, failing)
@@ -611,16 +611,16 @@ def test_an_interrupt_that_tvm_swallows_still_interrupts(
 @pytest.mark.parametrize("when", ["first", "second", "measuring"])
 def test_an_interrupt_keeps_what_is_compiled(when: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, last = Tvm.compile, {"first": 0, "second": 1, "measuring": 9}[when]
-    made: list[object] = []
+    models: list[object] = []
 
     def interrupted(*_: object, **__: object) -> NoReturn:
         raise KeyboardInterrupt
 
     def compile_some(*args: Any, **options: Any) -> TvmModel:
-        if len(made) == last:
+        if len(models) == last:
             raise KeyboardInterrupt
-        made.append(compiled(*args, **options))
-        return cast(TvmModel, made[-1])
+        models.append(compiled(*args, **options))
+        return cast(TvmModel, models[-1])
 
     monkeypatch.setattr(Tvm, "compile", compile_some)
     monkeypatch.setattr("xrlflow.pipeline.compiled.measure", interrupted)
@@ -630,8 +630,8 @@ def test_an_interrupt_keeps_what_is_compiled(when: str, file: Path, monkeypatch:
             run()
         return
     result = run()
-    assert len(made) == {"second": 1, "measuring": 2}[when]
-    assert result.compiled is made[0]
+    assert len(models) == {"second": 1, "measuring": 2}[when]
+    assert result.compiled is models[0]
     assert result.report.verified
     # It was measured, unless the machine was too busy for three processes.
     assert result.speedup is not None or result.report.reason.startswith("too few measurements")
@@ -662,11 +662,11 @@ def test_after_an_interrupted_search_its_best_is_compiled(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = Tvm.compile
-    made: list[object] = []
+    models: list[object] = []
 
     def counted(*args: Any, **options: Any) -> TvmModel:
-        made.append(compiled(*args, **options))
-        return cast(TvmModel, made[-1])
+        models.append(compiled(*args, **options))
+        return cast(TvmModel, models[-1])
 
     def interrupt(phase: str, done: int, total: int, note: str) -> None:
         if phase == "search" and done == 1:
@@ -676,7 +676,7 @@ def test_after_an_interrupted_search_its_best_is_compiled(
     result = xrlflow.optimize(
         file, backend="tvm", search="greedy", cost="roofline", time_limit=20.0, listener=interrupt
     )
-    assert len(made) == 2  # the original, and the best alone: uninterrupted it is three
+    assert len(models) == 2  # the original, and the best alone: uninterrupted it is three
     assert "interrupted: the best so far is kept" in result.report.notes
     # It was measured, unless the machine was too busy for three processes.
     assert result.speedup is not None or result.report.reason.startswith("too few measurements")

@@ -49,9 +49,9 @@ def test_results(name: str) -> None:
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (expected,) = runtime.run(feeds)
     with compiled(model, detect(), threads=2) as lowered:
-        (found,) = lowered.run(feeds)
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        (result,) = lowered.run(feeds)
+    assert result.shape == expected.shape
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

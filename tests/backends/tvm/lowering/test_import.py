@@ -34,8 +34,8 @@ def test_a_dropout_between_layouts_keeps_everything(nodes: str) -> None:
     results = "float[1,8,10,10] y" + (", bool[1,8,10,10] mask" if "mask" in nodes else "")
     text = f"{IMAGES} => ({results}) {{ a = Conv(x, w)\n {nodes}\n y = Relu(b) }}"
     model = compare(text, detect())
-    made = hybrid(model, {}, detect())
-    assert (made.nodes, made.remarks) == (3, ())
+    compiled_graph = hybrid(model, {}, detect())
+    assert (compiled_graph.nodes, compiled_graph.remarks) == (3, ())
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -129,8 +129,8 @@ def test_root_mean_squares(axis: int) -> None:
     feeds = numbers(model)
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (expected,) = runtime.run(feeds)
-    (found,) = Tvm().compile(model.SerializeToString()).run(feeds)
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    (result,) = Tvm().compile(model.SerializeToString()).run(feeds)
+    np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("pad", ["NOTSET", "SAME_UPPER", "SAME_LOWER"])
@@ -226,9 +226,9 @@ def test_a_result_of_another_type_is_refused_by_name(monkeypatch: pytest.MonkeyP
         (shorter, r"[2, 4] in the place of [3, 4]"),
     ):
         monkeypatch.setattr(operators, "_LOWERED", {**operators._LOWERED, "Abs": own})
-        made = hybrid(model, {}, detect())
-        assert [region.nodes for region in made.regions] == [(0, 1), (3, 4)]
-        (remark,) = made.remarks
+        compiled_graph = hybrid(model, {}, detect())
+        assert [region.nodes for region in compiled_graph.regions] == [(0, 1), (3, 4)]
+        (remark,) = compiled_graph.remarks
         assert said in remark
 
 
@@ -263,17 +263,17 @@ def test_kernels_stand_around_a_node_that_is_refused(tmp_path: Path) -> None:
         ", float[4] half = {1, 1, 0.5, 0.5}",
     )
     model = network(text)
-    made = hybrid(model, {}, detect())
-    assert sorted(len(region.nodes) for region in made.regions) == [2, 2]
-    (remark,) = made.remarks
+    compiled_graph = hybrid(model, {}, detect())
+    assert sorted(len(region.nodes) for region in compiled_graph.regions) == [2, 2]
+    (remark,) = compiled_graph.remarks
     assert remark.startswith("Resize c is left to ONNX Runtime: TVM cannot lower Resize c")
     assert "--backend" not in remark, "the other nodes have kernels"
-    made.save(tmp_path / "fast.onnx")
+    compiled_graph.save(tmp_path / "fast.onnx")
     feeds = numbers(model)
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (expected,) = runtime.run(feeds)
-    (found,) = xrlflow.session(tmp_path / "fast.onnx").run(None, feeds)
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    (result,) = xrlflow.session(tmp_path / "fast.onnx").run(None, feeds)
+    np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
 
 
 BATCH_NORM = (
@@ -287,8 +287,8 @@ def test_statistics_of_a_batch_are_left_to_the_runtime() -> None:
     """ONNX Runtime computes the statistics from the input, but TVM's importer would use the fixed ones."""
     with pytest.raises(BackendError, match=r"TVM cannot lower BatchNormalization y \(in training mode\)"):
         Tvm().compile(network(BATCH_NORM).SerializeToString())
-    made = hybrid(network(BATCH_NORM), {}, detect())
-    assert [node.op_type for node in made.model.graph.node] == ["Region_0", "BatchNormalization"]
+    compiled_graph = hybrid(network(BATCH_NORM), {}, detect())
+    assert [node.op_type for node in compiled_graph.model.graph.node] == ["Region_0", "BatchNormalization"]
 
 
 def test_a_region_that_is_not_given_is_no_region() -> None:

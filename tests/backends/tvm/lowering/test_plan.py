@@ -30,21 +30,21 @@ def plan(text: str) -> ExecutionPlan:
 def test_a_chain_shares_memory() -> None:
     """The kernels cannot be fused, and only the next kernel needs each value."""
     steps = " ".join(f"a{i + 1} = Softmax<axis = {i % 2}>(a{i})" for i in range(6))
-    found = plan(f"(float[32,32] x) => (float[32,32] y) {{ a0 = Softmax(x) {steps} y = Softmax(a6) }}")
-    assert len(found.calls) >= 4
-    assert found.arena <= 2 * 32 * 32 * 4
-    assert [found.tensors[n].location for n in (*found.inputs, *found.outputs)] == [
+    result = plan(f"(float[32,32] x) => (float[32,32] y) {{ a0 = Softmax(x) {steps} y = Softmax(a6) }}")
+    assert len(result.calls) >= 4
+    assert result.arena <= 2 * 32 * 32 * 4
+    assert [result.tensors[n].location for n in (*result.inputs, *result.outputs)] == [
         Location.INPUT,
         Location.OUTPUT,
     ]
 
 
 def test_an_output_is_computed_in_the_memory_of_the_caller() -> None:
-    found = plan("(float[4] x) => (float[4] y) { y = Relu(x) }")
-    (call,) = found.calls
+    result = plan("(float[4] x) => (float[4] y) { y = Relu(x) }")
+    (call,) = result.calls
     assert call.kernel != COPY
-    assert found.arena == 0
-    assert found.crossing() == found.kernels() == {call.kernel}
+    assert result.arena == 0
+    assert result.crossing() == result.kernels() == {call.kernel}
 
 
 @pytest.mark.parametrize(
@@ -57,36 +57,36 @@ def test_an_output_is_computed_in_the_memory_of_the_caller() -> None:
     ],
 )
 def test_what_no_kernel_computes_for_an_output_alone_is_copied(text: str, copies: int) -> None:
-    found = plan(text)
-    assert sum(call.kernel == COPY for call in found.calls) == copies
-    assert all(found.tensors[n].location is Location.OUTPUT for n in found.outputs)
+    result = plan(text)
+    assert sum(call.kernel == COPY for call in result.calls) == copies
+    assert all(result.tensors[n].location is Location.OUTPUT for n in result.outputs)
 
 
 def test_kernels_between_others_do_not_cross_the_border() -> None:
     """These kernels may assume that their tensors are aligned."""
-    found = plan(
+    result = plan(
         "(float[32,32] x) => (float[32,32] y) { a = Softmax(x) b = Softmax<axis = 0>(a) y = LogSoftmax(b) }"
     )
-    assert len(found.kernels()) == 3
-    assert len(found.crossing()) == 2
+    assert len(result.kernels()) == 3
+    assert len(result.crossing()) == 2
 
 
 def test_equal_constants_are_kept_once() -> None:
     weights = f"float[8,8] v = {{{numbers(8, 8)}}}, float[8,8] w = {{{numbers(8, 8)}}}"
-    found = plan(
+    result = plan(
         f"(float[4,8] x) => (float[4,8] y) <{weights}> {{ a = MatMul(x, v) b = Softmax(a) y = MatMul(b, w) }}"
     )
-    assert sum(array.size == 64 for array in found.constants) == 1
+    assert sum(array.size == 64 for array in result.constants) == 1
 
 
 def test_checks_are_computed_with_the_outputs() -> None:
-    found = plan("(float[6,3] x, int64[4] index) => (float[4,3] y) { y = Gather<axis = 0>(x, index) }")
-    (check,) = found.checks
+    result = plan("(float[6,3] x, int64[4] index) => (float[4,3] y) { y = Gather<axis = 0>(x, index) }")
+    (check,) = result.checks
     assert (check.low, check.high) == (-6, 5)
-    assert found.checked is not None
-    ends = found.tensors[found.checked]
+    assert result.checked is not None
+    ends = result.tensors[result.checked]
     assert (ends.location, ends.shape, ends.dtype, ends.bytes) == (Location.ARENA, (1, 2), "int64", 16)
-    assert len(found.outputs) == 1
+    assert len(result.outputs) == 1
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ def test_sums_across_memory_are_vectors_abreast_for_each_core(
 def loops(sch: Any, block: str) -> list[tuple[str, int]]:
     """The loops around a block, from the outside: the kind and the number of iterations of each."""
     kinds = ("serial", "parallel", "vectorized", "unrolled")
-    found = [sch.get(loop) for loop in sch.get_loops(sch.get_sblock(block))]
-    return [(kinds[int(loop.kind)], int(loop.extent)) for loop in found]
+    result = [sch.get(loop) for loop in sch.get_loops(sch.get_sblock(block))]
+    return [(kinds[int(loop.kind)], int(loop.extent)) for loop in result]
 
 
 def scheduled(graph: str, name: str) -> Any:
@@ -139,11 +139,13 @@ def scheduled(graph: str, name: str) -> Any:
 def test_chunks_of_long_sums_are_tiles_in_vectors() -> None:
     """There are 35 pixels in 5 tiles of 7, and four chunks of 120 terms. Steps are unrolled, with whole vectors."""
     graph = "(float[1,480,7,5] x, float[48,480,1,1] w) => (float[1,48,7,5] y) { y = Conv(x, w) }"
-    found = scheduled(graph, "conv")
+    result = scheduled(graph, "conv")
     (sums,) = (
-        b for b in found.get_child_blocks(found.get_sblock("root")) if "rf_update" in found.get(b).name_hint
+        b
+        for b in result.get_child_blocks(result.get_sblock("root"))
+        if "rf_update" in result.get(b).name_hint
     )
-    around = loops(found, found.get(sums).name_hint)
+    around = loops(result, result.get(sums).name_hint)
     assert [n for kind, n in around if kind != "unrolled" and n > 1] == [5, 4, 120, 16]
     assert around[-1] == ("vectorized", 16)
     assert math.prod(n for kind, n in around if kind == "unrolled") == 21
@@ -152,23 +154,23 @@ def test_chunks_of_long_sums_are_tiles_in_vectors() -> None:
 def test_few_rows_are_shared_by_all_threads() -> None:
     """There is only one mean, but the kernel that reads it has 256 rows of 16 vectors."""
     graph = "(float[1,256,256] x) => (float[1,256,256] y) { m = ReduceMean(x)\n y = Sub(x, m) }"
-    found = scheduled(graph, "mean")
-    (last,) = found.get_output_blocks(found.get_sblock("root"))
-    assert loops(found, found.get(last).name_hint) == [("parallel", 256 * 16), ("vectorized", 16)]
+    result = scheduled(graph, "mean")
+    (last,) = result.get_output_blocks(result.get_sblock("root"))
+    assert loops(result, result.get(last).name_hint) == [("parallel", 256 * 16), ("vectorized", 16)]
 
 
 def test_sums_that_others_read_along_columns_are_made_once() -> None:
     """There are as many columns as rows, and each row of the result reads all sums."""
     graph = GRAPHS["sums of rows beside columns"]
-    found = scheduled(graph, "sum")
-    names = [found.get(b).name_hint for b in found.get_child_blocks(found.get_sblock("root"))]
+    result = scheduled(graph, "sum")
+    names = [result.get(b).name_hint for b in result.get_child_blocks(result.get_sblock("root"))]
     assert len(names) > 3
-    assert all(math.prod(n for _, n in loops(found, name)) <= 48 * 101 for name in names)
+    assert all(math.prod(n for _, n in loops(result, name)) <= 48 * 101 for name in names)
 
 
 def test_scalars_do_not_keep_long_sums_whole() -> None:
-    found = scheduled(GRAPHS["product, long, a scalar beside"], "matmul")
-    names = [found.get(b).name_hint for b in found.get_child_blocks(found.get_sblock("root"))]
+    result = scheduled(GRAPHS["product, long, a scalar beside"], "matmul")
+    names = [result.get(b).name_hint for b in result.get_child_blocks(result.get_sblock("root"))]
     assert any("rf_update" in name for name in names)
 
 

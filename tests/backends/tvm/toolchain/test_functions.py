@@ -47,8 +47,8 @@ def evaluate(name: str, x: Floats, lanes: int) -> Floats:
     library = package.compile(sch.mod, target=detect().target())
     result = package.runtime.tensor(np.empty_like(x))
     library["main"](package.runtime.tensor(x), result)
-    found: Floats = result.numpy()
-    return found
+    actual: Floats = result.numpy()
+    return actual
 
 
 @pytest.mark.parametrize("lanes", [1, 8, 16])
@@ -59,10 +59,10 @@ def test_few_units_in_the_last_place(name: str, lanes: int) -> None:
     x = np.concatenate([np.linspace(-limit, limit, 8192), rng.standard_normal(4096) * 1e-3]).astype(
         np.float32
     )
-    found = evaluate(name, x, lanes).astype(np.float64)
+    result = evaluate(name, x, lanes).astype(np.float64)
     exact = reference(x.astype(np.float64))
     spacing = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
-    assert float(np.max(np.abs(found - exact) / spacing)) <= units
+    assert float(np.max(np.abs(result - exact) / spacing)) <= units
 
 
 @pytest.mark.parametrize("lanes", [1, 8, 16])
@@ -105,7 +105,7 @@ def test_every_element_in_every_precision(name: str, kind: type[np.floating[Any]
     x = np.linspace(-0.97, 0.97, 64).astype(kind)
     x = x + kind(2) if name == "acosh" else x
     exact = reference(x.astype(np.float64))
-    found = evaluate(name, x, lanes)
-    assert found.dtype == kind
+    result = evaluate(name, x, lanes)
+    assert result.dtype == kind
     spacing = np.spacing(np.abs(exact).astype(kind)).astype(np.float64)
-    assert float(np.max(np.abs(found.astype(np.float64) - exact) / spacing)) <= 5
+    assert float(np.max(np.abs(result.astype(np.float64) - exact) / spacing)) <= 5

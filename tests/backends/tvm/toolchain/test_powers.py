@@ -54,8 +54,8 @@ def evaluate(x: Floats, y: Floats, lanes: int) -> Floats:
     result = package.runtime.tensor(np.empty_like(x))
     library = package.compile(sch.mod, target=detect().target())
     library["main"](package.runtime.tensor(x), package.runtime.tensor(y), result)
-    found: Floats = result.numpy()
-    return found
+    actual: Floats = result.numpy()
+    return actual
 
 
 def exact(x: Floats, y: Any) -> Any:
@@ -65,10 +65,10 @@ def exact(x: Floats, y: Any) -> Any:
         return np.power(x.astype(np.float64), exponents).astype(np.float32)
 
 
-def agree(found: Floats, expected: Floats, rtol: float = 1.3e-7) -> None:
-    np.testing.assert_allclose(found, expected, rtol=rtol, atol=2e-45)
+def agree(result: Floats, expected: Floats, rtol: float = 1.3e-7) -> None:
+    np.testing.assert_allclose(result, expected, rtol=rtol, atol=2e-45)
     known = ~np.isnan(expected)
-    np.testing.assert_array_equal(np.signbit(found[known]), np.signbit(expected[known]))
+    np.testing.assert_array_equal(np.signbit(result[known]), np.signbit(expected[known]))
 
 
 @pytest.mark.parametrize("lanes", [1, 8, 16])
@@ -93,8 +93,8 @@ def test_constant_exponents(kind: str) -> None:
     model = network(f"(float[4,8] x) => ({outputs}) <{given}> {{ {nodes} }}")
     x = SPECIAL.reshape(4, 8)
     with open_model(model.SerializeToString()) as runtime, compiled(model, detect()) as ours:
-        found, expected = ours.run({"x": x}), runtime.run({"x": x})
-    for exponent, a, b in zip(exponents, found, expected, strict=True):
+        result, expected = ours.run({"x": x}), runtime.run({"x": x})
+    for exponent, a, b in zip(exponents, result, expected, strict=True):
         agree(a, exact(x, np.float32(exponent)), rtol=2.5e-7)
         agree(b, a, rtol=2.5e-7)
 
