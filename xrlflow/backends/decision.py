@@ -45,7 +45,7 @@ class Rule:
     growth: float = 1.5
     """The number of processes at an analysis, divided by that at the one before."""
     spending: float = 1.5
-    """After the part t of all processes, t ** `spending` of the significance has been used up."""
+    """When the fraction t of all processes has run, t ** `spending` of the significance has been used up."""
     hope: float = 0.025
     """The test is given up if even the mean that is exceeded with this probability would not suffice in the end."""
 

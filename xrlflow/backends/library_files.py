@@ -41,8 +41,8 @@ def library_of(model: ModelSource) -> str | None:
 
 
 def check_unedited(model: str | os.PathLike[str]) -> None:
-    """Raise BackendError if a model was edited after its kernels were compiled: they compute what it was before the
-    edit."""
+    """Raise BackendError if a model was edited after its kernels were compiled, because these still compute the model
+    before the edit."""
     for domain in {name.decode() for name in domains_in(model) & domains_in(library_path(model))}:
         if digest_of_file(model, domain) != domain[-DIGITS:]:
             raise BackendError(

@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 ROOT = Path("/")
 _UNLIMITED = 1 << 60
-"""Version 1 of control groups writes the greatest number of pages for memory without a limit."""
+"""A limit of at least this many bytes is none: without a limit, version 1 of control groups gives a huge number."""
 _NONSENSE = 1 << 64
 """Numbers of the kernel are below this one. A greater one cannot be right."""
 
@@ -34,7 +34,7 @@ class Limits:
     used: int | None = None
     """Bytes of these that are in use."""
     periods: int = 0
-    """Periods, since the group was made, in which a process of it wanted to run."""
+    """The number of periods, since the group was created, in which a process of it wanted to run."""
     throttled: int = 0
     """Periods of these in which the quota was used up."""
 
@@ -184,7 +184,7 @@ def _memory(group: _Group) -> tuple[int, int | None] | None:
 
 
 def _throttling(group: _Group) -> tuple[int, int]:
-    """The number of periods in which the quota was used up, and that of all periods."""
+    """The numbers of periods in which the quota was used up, and of all periods."""
     if group.kind not in ("", "cpu"):
         return 0, 0
     counts = dict(line.split()[:2] for line in _lines(group.folder / "cpu.stat") if " " in line.strip())

@@ -33,10 +33,10 @@ first."""
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The seconds of one run of a model (0: the baseline, 1: the new one), which are the mean of a few runs.
+    """The seconds of a turn of a model (0: the baseline, 1: the new one): the mean of a few runs, without the time that
+    the calling thread waited for a CPU.
 
-    The time that the calling thread waited for a CPU has been subtracted. `held_up`: the part of the turn, from 0 to 1,
-    that the most delayed thread waited.
+    `held_up`: the fraction of the turn, from 0 to 1, that the most delayed thread waited.
     """
 
     model: int
@@ -134,9 +134,10 @@ def estimate(turns: Sequence[Turn]) -> Estimate:
 
 
 def errors(estimates: Sequence[Estimate]) -> list[float]:
-    """The standard errors of estimates by the noise in their processes.
+    """The standard errors of estimates, from the noise in their processes.
 
-    Few pairs say little of their noise: the mean of all processes counts as much as two pairs.
+    A process with few pairs hardly shows its own noise, so the mean noise of all processes is mixed in, with the weight
+    of two pairs.
     """
     mean = statistics.fmean(e.noise**2 for e in estimates)
     variances = [(e.pairs * e.noise**2 + _PRIOR * mean) / (e.pairs + _PRIOR) for e in estimates]

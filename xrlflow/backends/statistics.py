@@ -94,7 +94,7 @@ class Pooled:
     degrees_of_freedom: float
 
     def quantile(self, tail_probability: float) -> float:
-        """The number of standard errors above the mean that is exceeded with probability `tail`."""
+        """The number of standard errors above the mean that is exceeded with probability `tail_probability`."""
         from scipy.special import stdtrit
 
         return float(stdtrit(self.degrees_of_freedom, 1.0 - tail_probability))

@@ -57,8 +57,8 @@ class Allocation:
         return max(open_tasks, key=lambda number: (gains[number], -self._curves[number].trials, -number))
 
     def update(self, task: int, trials: int, best: float) -> None:
-        """Note `trials` more trials of a task, and that its best time is now `best` seconds (infinite: no candidate
-        ran)."""
+        """Record that a task had `trials` more trials, and that its best time is now `best` seconds (infinite: no
+        candidate ran)."""
         curve = self._curves[task]
         curve.points.append((curve.trials + max(trials, 0), min(best, curve.best)))
 

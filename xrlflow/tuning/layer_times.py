@@ -149,8 +149,8 @@ class StoredTimes:
         return layer.is_current(kernel.choice, kernel.key, self.machine)
 
     def seconds(self, layer: Measurable[W], choice: W) -> float | None:
-        """The median seconds of a kernel, with weights where they were for the times that are used; None if there are
-        none."""
+        """The median seconds of a choice's kernel, for the place of weights (memory or caches) whose times are used;
+        None if there are none."""
         for kernel in _measured_kernels(self.store, self._used(layer)[0], self.setting):
             if kernel.choice == choice and not kernel.failed and self._is_current(layer, kernel):
                 return kernel.seconds
@@ -186,7 +186,7 @@ def _median(outcomes: Sequence[Measurement]) -> float:
 
 
 def _ranked(some: Sequence[_MeasuredKernel[W]]) -> list[_MeasuredKernel[W]]:
-    """The kernels of one group, the fastest first. If some were measured often enough, only these."""
+    """The kernels of one group, fastest first. If some of them were measured often enough, the others are left out."""
     running = [kernel for kernel in some if not kernel.failed]
     often = [kernel for kernel in running if kernel.count >= CONFIRMED] or running
     return sorted(often, key=lambda kernel: kernel.seconds)

@@ -116,7 +116,7 @@ class Lowering:
 
     @property
     def untuned_times(self) -> Timings | None:
-        """The times in untuned compilations: predictions; None: estimates."""
+        """The times for untuned compilations: the predictor's; None: estimates."""
         return self._predicted(None)
 
     def _predicted(self, measured: Timings | None) -> Timings | None:

@@ -69,7 +69,10 @@ class TunedModel:
 @dataclass(frozen=True, slots=True)
 class TuningPlan:
     """How kernels are tuned: with `trials` trials in all, `batch` at a time for one kernel, within `time_limit`
-    seconds. `factory`: makes the workers; None: this machine does."""
+    seconds.
+
+    `factory`: creates the workers; None: this machine does the work.
+    """
 
     method: Method
     trials: int

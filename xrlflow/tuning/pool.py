@@ -89,7 +89,8 @@ class PoolOptions:
     remote: Remote | None = None
     """Candidates run on the devices with this key, one at a time on each; None: on no remote device."""
     factory: WorkerFactory | None = None
-    """Makes workers that build candidates, and run them if there is no remote device; None: this machine does."""
+    """Creates workers that build candidates, and run them if there is no remote device; None: this machine does the
+    work."""
 
     def __post_init__(self) -> None:
         if min(self.builders, self.threads, self.uses) < 1:

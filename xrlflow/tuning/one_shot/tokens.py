@@ -26,7 +26,7 @@ LOOPS = 6
 LOOP_FEATURES = 8
 KERNEL_FEATURES = 10
 ALGORITHMS = 8
-"""The number of algorithms, with those of blocks."""
+"""The number of algorithms, including those of blocks."""
 KNOB_FEATURES = ALGORITHMS + len(KNOBS)
 SIZES = 13
 TASK_FEATURES = SIZES + 6
@@ -119,7 +119,7 @@ def _of_kernel(
 
 
 def _of_task(layer: Measurable[Any], machine: Machine) -> Floats:
-    """The logarithms of the sizes of a layer, and of those of the machine."""
+    """The logarithms of the sizes of a layer and of its machine."""
     about = (
         machine.cores, machine.lanes, machine.registers, machine.second_level / 1024, int(machine.in_halves),
         layer.work / layer.weight,

@@ -28,8 +28,10 @@ _OTHERS = 16  # functions of the C library, which are called for each lane of a 
 
 
 def cut_chains(module: Any) -> Any:
-    """The module after the cuts: no fused kernel has an expression of more than `_MAX_TERMS` terms. Functions must have
-    the attribute of their pattern."""
+    """The module with long chains divided, so that no fused kernel has an expression of more than `_MAX_TERMS` terms.
+
+    Functions must have the attribute of their pattern.
+    """
     from tvm import relax
 
     main = module["main"]

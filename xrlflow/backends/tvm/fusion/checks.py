@@ -1,7 +1,7 @@
-"""Checks that indices are within bounds. A module carries them: those of constants are done when it is compiled, the
-others at each run.
+"""Checks that indices are within bounds.
 
-`lowering.bounds` adds them to a module.
+A module carries its checks. Those of constants are done when the module is compiled, the others at each run.
+`lowering.bounds` adds checks to a module.
 """
 
 from __future__ import annotations

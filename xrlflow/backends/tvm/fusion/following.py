@@ -89,7 +89,7 @@ class Function:
 
     def _step(self, variable: Any, numbered: Mapping[Any, int], out: Any) -> tuple[Step, list[Any]] | None:
         """The step that computes a variable from the `numbered` ones, and the expressions of its extras; None if it is
-        no step."""
+        not a step."""
         call = self.values[variable]
         if operator(call) not in STEPS or sizes(call, FLOAT) != out:
             return None

@@ -21,8 +21,12 @@ BUDGET = 3.5
 """How many times larger the error of a graph may become. (The verification of a result accepts four times the
 original's own error.)"""
 WORST_CHANNEL = 6.0
-"""An algorithm is not used in a layer if it rounds more times as much in one output channel. That happens on smooth
-images if weights take differences of pixels. (F(4,3) has 3.1 to 5.9 in layers of trained networks.)"""
+"""An algorithm is not used in a layer if its error in one output channel is more than this many times that of plain
+sums.
+
+That happens on smooth images if weights take differences of pixels. (F(4,3) has 3.1 to 5.9 in layers of trained
+networks.)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +178,11 @@ def _timed(layer: Sequence[AlgorithmOption], times: Times, ratio: float) -> list
 
 
 def _cheapest(layers: Sequence[Sequence[AlgorithmOption]], shares: float) -> list[AlgorithmOption]:
-    """The options that cost least and take at most so many shares together. At first each layer has its cheapest
-    option. Then options are exchanged, one after the other, for those that cost the least more for each share that they
-    save (a greedy solution of the knapsack problem)."""
+    """One option for each layer, with little cost in all. Their shares of the error budget add up to at most `shares`.
+
+    At first each layer has its cheapest option. Then the option with the smallest increase of cost for each saved share
+    is taken, until the shares suffice (the greedy solution of the knapsack problem).
+    """
     selected = [min(layer, key=lambda c: (c.cost, c.shares)) for layer in layers]
     while sum(c.shares for c in selected) > shares:
         steps = [

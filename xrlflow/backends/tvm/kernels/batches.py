@@ -48,7 +48,7 @@ class BatchedProduct:
 
 @dataclass(frozen=True, slots=True)
 class BatchBlocking:
-    """A tile of accumulators: `rows`, and up to so many `vectors` of `lanes` columns."""
+    """A tile of accumulators: `rows`, and at most `vectors` vectors of `lanes` columns."""
 
     rows: int
     vectors: int

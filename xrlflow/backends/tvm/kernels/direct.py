@@ -103,8 +103,8 @@ class Convolution:
         return extras_of(self.steps)
 
     def index(self, batch: Any, position: Sequence[Any], channel: Any) -> list[Any]:
-        """The index of an element of an image. `position`: (depth, row, column), of which the dimensions are used that
-        the image has."""
+        """The index of an element of an image. `position`: (depth, row, column); dimensions that the image lacks are
+        ignored."""
         return [batch, *position[5 - len(self.image) :], channel]
 
 

@@ -187,8 +187,11 @@ def _transposed_convolution(node: Imported) -> None:
 
 
 def _resize(node: Imported) -> None:
-    """Resize: rewrite the sizes for TVM's importer, and refuse what it would do wrong. It computes the scale from both
-    sizes, resizes the last dimensions only, and has no filter for shrinking."""
+    """Resize: rewrite the sizes for TVM's importer, and refuse what TVM would compute differently.
+
+    TVM's importer computes the scale from both sizes, can only resize the last dimensions, and has no filter for
+    shrinking.
+    """
     attributes, shape = node.attributes, sizes(node.inputs[0])
     if attributes.get("antialias", 0):
         raise node.refused("with antialias")
@@ -259,7 +262,7 @@ def _is_infinite(node: Imported) -> Any | None:
 
 
 def _extreme(node: Imported) -> None:
-    """ReduceMax and ReduceMin: refuse tensors without elements, of which TVM returns the largest finite number."""
+    """ReduceMax and ReduceMin: refuse tensors without elements, for which TVM returns the largest finite number."""
     shape = sizes(node.inputs[0])
     if shape is not None and 0 in shape:
         raise node.refused("of no elements")

@@ -61,7 +61,7 @@ def apply(mod: Any, machine: Machine, choice: TileBlocking | None = None) -> Any
 
 
 def choices(mod: Any, machine: Machine, limit: int = 64) -> list[TileBlocking]:
-    """The best tiles for "main" with either order, at most `limit`, the best first; [] if it is no contraction."""
+    """The best tiles for "main" with either order, at most `limit`, best first; [] if it is not a contraction."""
     workload = _workload(mod)
     if workload is None:
         return []
@@ -71,13 +71,13 @@ def choices(mod: Any, machine: Machine, limit: int = 64) -> list[TileBlocking]:
 
 
 def heuristic(mod: Any, machine: Machine) -> TileBlocking | None:
-    """The tile for "main" without tuning; None if it is no contraction."""
+    """The tile for "main" without tuning; None if it is not a contraction."""
     workload = _workload(mod)
     return None if workload is None else workload.heuristic(machine)
 
 
 def _workload(mod: Any) -> Prepared | None:
-    """The contraction of "main"; None if it is none, or if the blocks around it cannot be scheduled."""
+    """The contraction of "main"; None if it is not a contraction, or if the blocks around it cannot be scheduled."""
     from tvm.s_tir import Schedule, ScheduleError
 
     sch = Schedule(mod, debug_mask="none")

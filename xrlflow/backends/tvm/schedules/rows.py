@@ -22,7 +22,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 
 
 def schedule_rows(sch: Any, anchors: Sequence[Any], machine: Machine) -> None:
-    """Schedule a function with several reductions, or one that is no contraction (softmax, pooling)."""
+    """Schedule a function with several reductions, or with one that is not a contraction (softmax, pooling)."""
     names = {name_of(sch, a) for a in anchors}
     outputs = outputs_of(sch)
     for block in blocks_of(sch):

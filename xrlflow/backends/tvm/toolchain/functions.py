@@ -121,10 +121,9 @@ def _each(name: str, x: Any) -> Any:
 
 
 def bound(value: Any, body: Callable[[Any], Any]) -> Any:
-    """`body` of a variable that holds `value`, so that the value is computed once; of a constant itself.
-
-    (TVM's simplification replaces such a variable by its constant, and fails if it sees the variable twice.)
-    """
+    """`body` of a variable that holds `value`, so that the value is computed once. If the value is a constant, `body`
+    of the constant. (TVM's simplification replaces such a variable by its constant, and fails if it sees the variable
+    twice.)"""
     from tvm import tirx
 
     if isinstance(value.value if isinstance(value, tirx.Broadcast) else value, tirx.FloatImm | tirx.IntImm):

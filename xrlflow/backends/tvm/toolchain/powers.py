@@ -136,7 +136,8 @@ def _root(x: Any) -> Any:
 
 
 def _power(x: Any, y: Any) -> Any:
-    """2^(y log2 |x|), with the sign of an odd power; NaN for a negative number if the exponent is no integer."""
+    """2^(y log2 |x|), with the sign of an odd power; NaN for a negative number with an exponent that is not an
+    integer."""
     from tvm import tirx
 
     double = like(x, _PRECISE)

@@ -40,7 +40,7 @@ def _module(mod: Any, context: Any) -> Any:
 
 
 def _forgetful(statement: Any) -> Any:
-    """The statement. If it declares how a tensor is aligned, it then declares 1 byte."""
+    """The statement, in which a declaration of a tensor's alignment says 1 byte."""
     from tvm import tirx
 
     if isinstance(statement, tirx.AttrStmt) and statement.attr_key == _ALIGNMENT:
