@@ -156,9 +156,9 @@ def test_verify(path: Path, tmp_path: Path) -> None:
 def test_bench(path: Path) -> None:
     result = invoke("bench", path, "--time-limit", 1, "--threads", 1, "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["latency_ms"] > 0
-    assert all(shape for shape in found["shapes"].values())
+    outcome = json.loads(result.stdout)
+    assert outcome["latency_ms"] > 0
+    assert all(shape for shape in outcome["shapes"].values())
 
 
 def test_bench_says_which_model_is_how_many_times_as_fast(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,10 +167,10 @@ def test_bench_says_which_model_is_how_many_times_as_fast(capsys: pytest.Capture
         "speedup_high": 2.1, "disturbed": True, "shapes": {"x": [1, 3]},
     }  # fmt: skip
     show.bench(measured)
-    *_, shapes, disturbed, said = capsys.readouterr().out.splitlines()
+    *_, shapes, disturbed, output = capsys.readouterr().out.splitlines()
     assert shapes == "measured with x 1x3"
     assert disturbed == "note: other programs used the processor while it was measured"
-    assert said == "speed-up of fast.onnx over slow.onnx: 2.000x [1.900, 2.100]"
+    assert output == "speed-up of fast.onnx over slow.onnx: 2.000x [1.900, 2.100]"
 
 
 # --- what users get wrong ---
@@ -352,9 +352,9 @@ def test_prove(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         app(["rules", "--prove", "--json", "CancelTransposes", "InlineConstantIf"])
     assert exit.value.code == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [c["name"] for c in found] == ["CancelTransposes", "InlineConstantIf"]
-    for certificate in found:
+    result = json.loads(capsys.readouterr().out)
+    assert [c["name"] for c in result] == ["CancelTransposes", "InlineConstantIf"]
+    for certificate in result:
         assert certificate["proven"]
         assert certificate["trials"] > 0
         assert certificate["bound"] < 1e-12

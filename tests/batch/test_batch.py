@@ -42,8 +42,8 @@ QUICK = [
 def batch(folder: Path, **changed: Any) -> tuple[Batch, list[str]]:
     """Do the batch in this process. Also returns the names of the jobs that were run."""
     executor = changed.pop("executor", Here())
-    found = xrlflow.optimize_all(folder / "in", folder / "out", executor=executor, **{**FAST, **changed})
-    return found, executor.ran
+    result = xrlflow.optimize_all(folder / "in", folder / "out", executor=executor, **{**FAST, **changed})
+    return result, executor.ran
 
 
 @pytest.fixture
@@ -69,26 +69,26 @@ def test_what_is_done_is_not_done_again(folder: Path, put: Callable[..., Path]) 
     assert batch(folder)[1] == []
     assert len(batch(folder, seed=1)[1]) == 4  # another option
     (folder / "in" / "new.onnx").unlink()
-    found, ran = batch(folder, seed=1)
-    assert (ran, len(found.rows)) == ([], 3)
+    result, ran = batch(folder, seed=1)
+    assert (ran, len(result.rows)) == ([], 3)
 
 
 def test_a_model_that_fails_ends_nothing_and_is_tried_again(folder: Path, put: Callable[..., Path]) -> None:
     (folder / "in" / "b" / "x.onnx").write_bytes(b"no model")
-    found, ran = batch(folder)
+    result, ran = batch(folder)
     assert len(ran) == 3
-    assert [row.done for row in found.rows] == [True, False, True]
-    assert [row.name for row in found.failed] == ["b/x.onnx"]
+    assert [row.done for row in result.rows] == [True, False, True]
+    assert [row.name for row in result.failed] == ["b/x.onnx"]
     assert batch(folder)[1] == ["b/x.onnx"]
     put("in/b/x.onnx", 2.0)
     assert batch(folder)[0].failed == ()
 
 
 def test_ctrl_c_keeps_what_is_done(folder: Path) -> None:
-    found, ran = batch(folder, executor=Here(stop_after=2))
-    assert found.interrupted
+    result, ran = batch(folder, executor=Here(stop_after=2))
+    assert result.interrupted
     assert ran == ["a/x.onnx", "b/x.onnx"]
-    assert found.to_json()["waiting"] == ["report.onnx"]
+    assert result.to_json()["waiting"] == ["report.onnx"]
     assert '"waiting":["report.onnx"]' in (folder / "out" / "report.html").read_text()
     rest, ran = batch(folder)
     assert ran == ["report.onnx"]
@@ -169,16 +169,16 @@ def test_the_output_is_a_folder_of_batches_only(folder: Path) -> None:
     with pytest.raises(OptionError, match="cannot be written"):
         xrlflow.optimize_all(folder / "in", folder / "full" / "mine.txt", **FAST)
     batch(folder)
-    said = r"another batch writes to it \(process"
-    with locked(folder / "out" / MARK), pytest.raises(OptionError, match=said):
+    message = r"another batch writes to it \(process"
+    with locked(folder / "out" / MARK), pytest.raises(OptionError, match=message):
         batch(folder)
 
 
 def test_the_output_may_be_in_the_input(put: Callable[..., Path], tmp_path: Path) -> None:
     put("x.onnx")
     for _ in range(2):
-        found = xrlflow.optimize_all(tmp_path, tmp_path / "out", executor=Here(), **FAST)
-        assert found.names == ("x.onnx",)
+        result = xrlflow.optimize_all(tmp_path, tmp_path / "out", executor=Here(), **FAST)
+        assert result.names == ("x.onnx",)
 
 
 def test_a_page_that_cannot_be_written_is_said(folder: Path) -> None:

@@ -40,8 +40,8 @@ def test_what_a_node_keeps_for_itself_is_not_done(
     put("in/x.onnx")
     monkeypatch.setattr("xrlflow.batch.elsewhere.JobHandler", OwnDisk)
     monkeypatch.setattr("xrlflow.batch.elsewhere._VISIBLE", 0.2)
-    found = xrlflow.optimize_all(tmp_path / "in", tmp_path / "out", executor=Elsewhere(InProcess()), **FAST)
-    assert found.rows[0].error == (
+    batch = xrlflow.optimize_all(tmp_path / "in", tmp_path / "out", executor=Elsewhere(InProcess()), **FAST)
+    assert batch.rows[0].error == (
         f"a node has done it, and this machine does not see its files: {tmp_path / 'out'} has to be a folder that all "
         "nodes share"
     )
@@ -53,6 +53,6 @@ def test_a_model_that_ends_its_workers_ends_no_batch(
     for name in ("big", "x", "y"):
         put(f"in/{name}.onnx")
     monkeypatch.setattr("xrlflow.batch.elsewhere.JobHandler", Greedy)
-    found = xrlflow.optimize_all(tmp_path / "in", tmp_path / "out", executor=Elsewhere(Processes(1)), **FAST)
-    assert [row.done for row in found.rows] == [False, True, True]
-    assert "3 workers were lost over one task" in str(found.rows[0].error)
+    batch = xrlflow.optimize_all(tmp_path / "in", tmp_path / "out", executor=Elsewhere(Processes(1)), **FAST)
+    assert [row.done for row in batch.rows] == [False, True, True]
+    assert "3 workers were lost over one task" in str(batch.rows[0].error)

@@ -55,10 +55,10 @@ def folder(put: Callable[..., Path], tmp_path: Path) -> Path:
 
 def test_a_crash_ends_one_job(folder: Path) -> None:
     (folder / "crash").touch()
-    found = xrlflow.optimize_all(
+    batch = xrlflow.optimize_all(
         folder / "in", folder / "out", rules=folder / "rules.py", trust_rules=True, **FAST
     )
-    first, second = found.rows
+    first, second = batch.rows
     assert first.error is not None
     assert first.error.startswith("its process ended by SIGSEGV")
     assert second.error is None
@@ -139,13 +139,15 @@ def command(folder: Path, python_handles_interrupts: None) -> Iterator[Command]:
 def test_what_is_ended_goes_on(command: Command, number: int) -> None:
     worker = command.wait_until_it_hangs()
     command.process.send_signal(number)
-    _, said = command.process.communicate(timeout=120)
+    _, output = command.process.communicate(timeout=120)
     worker.wait(timeout=60)
     assert not list((command.folder / "tmp").iterdir())
     assert command.process.returncode == (130 if number == signal.SIGINT else -number)
     if number == signal.SIGINT:
-        assert said.endswith("interrupted: 1 of 2 models are done and kept: run the same command to go on\n")
-    assert "Traceback" not in said
+        assert output.endswith(
+            "interrupted: 1 of 2 models are done and kept: run the same command to go on\n"
+        )
+    assert "Traceback" not in output
     if number == signal.SIGKILL:  # the other leaves the same behind
         data = command.go_on()
         assert (data["done"], data["earlier"], data["failed"]) == (2, 1, 0)
@@ -166,5 +168,5 @@ def test_jobs_have_the_lock_of_the_driver(
 
     monkeypatch.setattr("subprocess.Popen", none)
     xrlflow.optimize_all(put("in/a.onnx").parent, tmp_path / "out", executor=Processes(1), **FAST)
-    assert {found[VARIABLE] for found in seen} == {str(tmp_path / "xrlflow.measuring")}
-    assert all(found["TMPDIR"] != str(tmp_path) for found in seen)
+    assert {item[VARIABLE] for item in seen} == {str(tmp_path / "xrlflow.measuring")}
+    assert all(item["TMPDIR"] != str(tmp_path) for item in seen)

@@ -33,20 +33,20 @@ pytestmark = [pytest.mark.process, pytest.mark.usefixtures("reference_machine")]
 
 
 def job_of(path: Path, name: str | None = None, **options: Any) -> Job:
-    found = SourceFile(name or path.name, str(path))
-    (job,) = plan([found], path.parent / "out", Options(**{**FAST, **options}))
+    result = SourceFile(name or path.name, str(path))
+    (job,) = plan([result], path.parent / "out", Options(**{**FAST, **options}))
     return job
 
 
 def test_a_job_writes_its_result_its_page_and_its_record(put: Callable[..., Path]) -> None:
     job = pickle.loads(pickle.dumps(job_of(put("x.onnx"), "deep/er/x.onnx")))
-    said: list[str] = []
-    row = pickle.loads(pickle.dumps(run(job, said.append)))
+    output: list[str] = []
+    row = pickle.loads(pickle.dumps(run(job, output.append)))
     assert row.error is None
     assert row.report["nodes_before"] == 5
     assert row.report["nodes_after"] == 2
     assert row.speedup is None  # nothing was measured
-    assert "search" in {text.split()[0] for text in said}
+    assert "search" in {text.split()[0] for text in output}
     folder = job.output.parent
     assert sorted(p.name for p in folder.iterdir()) == ["x.onnx", "x.onnx.html", "x.onnx.json"]
     assert [name for name, _ in row.files] == ["deep/er/x.onnx", "deep/er/x.onnx.html"]
@@ -252,10 +252,10 @@ def test_a_job_that_measures_waits_for_the_one_that_does(
     monkeypatch.setattr("xrlflow.batch.running.optimize", optimize)
     job = job_of(put("x.onnx"), measure=True)
     other = holder()
-    waiting, said = threading.Event(), []
+    waiting, output = threading.Event(), []
 
     def told(text: str) -> None:
-        said.append(text)
+        output.append(text)
         waiting.set()
 
     rows: list[Any] = []
@@ -270,7 +270,10 @@ def test_a_job_that_measures_waits_for_the_one_that_does(
         other.communicate("")
     runner.join(60)
     other.wait()
-    assert said == [f"waiting: another job measures on this machine (process {other.pid} has it)", "reading"]
+    assert output == [
+        f"waiting: another job measures on this machine (process {other.pid} has it)",
+        "reading",
+    ]
     assert rows[0].error == "now"
 
 

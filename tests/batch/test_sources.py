@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def names(tmp_path: Path) -> Callable[..., list[str]]:
-    return lambda what, output=tmp_path / "out": [found.name for found in find_models(what, output)]
+    return lambda what, output=tmp_path / "out": [item.name for item in find_models(what, output)]
 
 
 def test_a_folder_means_its_models_by_their_relative_paths(
@@ -80,10 +80,10 @@ def test_a_file_is_one_model_whatever_leads_to_it(folder: Path, names: Callable[
     (folder / "a" / "again").symlink_to("../b")
     (folder / "b" / "round").symlink_to("..")  # a circle
     (folder / "broken.onnx").symlink_to("nowhere")
-    found = {each.name: each for each in find_models(folder, folder / "out")}
-    assert len(found) == 5
-    assert found["b/y.onnx"].remarks == ("also reached as 0.onnx",)
-    assert "broken.onnx" in found  # it fails, and is not passed over in silence
+    result = {each.name: each for each in find_models(folder, folder / "out")}
+    assert len(result) == 5
+    assert result["b/y.onnx"].remarks == ("also reached as 0.onnx",)
+    assert "broken.onnx" in result  # it fails, and is not passed over in silence
     file = folder / "list.txt"
     file.write_text("b/y.onnx\n0.onnx\nb/y.onnx\n")
     assert names(file) == ["b/y.onnx"]

@@ -45,17 +45,17 @@ def test_here_it_works() -> None:
     done = doctor("--json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["works"] is True
-    found = found_by(done)
-    assert len(found) == len(examination.HERE) + len(examination.APART)
-    assert {name for name, f in found.items() if f["needed"]} == NEEDED
-    assert found["ONNX Runtime"]["status"] == found["agent"]["status"] == "ok"
-    assert all(f["found"] for f in found.values())
-    for name, f in found.items():
+    result = found_by(done)
+    assert len(result) == len(examination.HERE) + len(examination.APART)
+    assert {name for name, f in result.items() if f["needed"]} == NEEDED
+    assert result["ONNX Runtime"]["status"] == result["agent"]["status"] == "ok"
+    assert all(f["found"] for f in result.values())
+    for name, f in result.items():
         assert f["advice"] or f["status"] == "ok", name
     if software._missing(software.EXTRAS["tvm"].modules):
-        assert found["TVM"]["status"] == "warn"
+        assert result["TVM"]["status"] == "warn"
     else:
-        assert (found["TVM"]["status"], found["C compiler"]["status"]) == ("ok", "ok")
+        assert (result["TVM"]["status"], result["C compiler"]["status"]) == ("ok", "ok")
 
 
 def broken(folder: Path, package: str, code: str) -> str:
@@ -121,9 +121,9 @@ def test_a_check_that_raises_is_a_finding() -> None:
     def failing() -> Finding:
         raise OSError("no\nluck")
 
-    found = examination._checked(examination.Check("it", failing, "do something", needed=True))
-    assert found == Finding("it", Status.FAIL, "OSError: no luck", "do something", needed=True)
-    assert not works([found])
+    result = examination._checked(examination.Check("it", failing, "do something", needed=True))
+    assert result == Finding("it", Status.FAIL, "OSError: no luck", "do something", needed=True)
+    assert not works([result])
     assert works([Finding("it", Status.FAIL, "", "do something")])
 
 
@@ -145,9 +145,9 @@ def test_a_package_that_is_not_installed_is_no_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(software, "version", none)
     assert "xrlflow (on the path)" in software.packages().found
     monkeypatch.setattr(software, "_missing", lambda modules: list(modules))
-    found = software.extras()
-    assert found.found.startswith("installed: none; not: train (agents of your own)")
-    assert "xrlflow[train,tvm" in found.advice
+    result = software.extras()
+    assert result.found.startswith("installed: none; not: train (agents of your own)")
+    assert "xrlflow[train,tvm" in result.advice
     assert software.kernels().status is Status.WARN
     monkeypatch.setattr(software.shutil, "which", lambda name: None)
     assert (software.compiler().status, software.compiler().found) == (Status.WARN, "none")
@@ -167,16 +167,16 @@ def test_a_package_that_is_not_installed_is_no_error(monkeypatch: pytest.MonkeyP
 )
 def test_quotas(tmp_path: Path, quota: str, stat: str, status: str, word: str) -> None:
     root = files(tmp_path, "0::/\n", V2, **{"": {"cpu.max": quota, "cpu.stat": stat}})
-    found = machine.threads(root)
-    assert (found.status.value, bool(found.advice)) == (status, status == "warn")
-    assert word in found.found
+    result = machine.threads(root)
+    assert (result.status.value, bool(result.advice)) == (status, status == "warn")
+    assert word in result.found
 
 
 def test_the_limit_of_memory(tmp_path: Path) -> None:
     root = files(tmp_path, "0::/\n", V2, **{"": {"memory.max": str(1 << 30), "memory.current": str(1 << 29)}})
-    found = machine.memory(root)
-    assert found.status is Status.WARN
-    assert "0.5 GiB free of 1.0 GiB" in found.found
+    result = machine.memory(root)
+    assert result.status is Status.WARN
+    assert "0.5 GiB free of 1.0 GiB" in result.found
 
 
 def test_frequencies(tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_frequencies(tmp_path: Path) -> None:
         (folder / "scaling_governor").write_text(f"{governor}\n")
     (cpus / "cpufreq").mkdir()
     (cpus / "cpufreq/boost").write_text("1\n")
-    found = machine.frequency(tmp_path)
-    assert (found.status, found.found) == (
+    result = machine.frequency(tmp_path)
+    assert (result.status, result.found) == (
         Status.WARN, "governor performance (1), powersave (2), boost on",
     )  # fmt: skip
     for number in (1, 2):
@@ -201,10 +201,10 @@ def test_frequencies(tmp_path: Path) -> None:
 def test_load(monkeypatch: pytest.MonkeyPatch, disturbed: bool) -> None:
     seen = Load(1.5, 0.5, 0.0, 4, 2, 0.25, disturbed)
     monkeypatch.setattr(machine.system_load, "judge", lambda *_: seen)
-    found = machine.load()
-    assert found.status is (Status.WARN if disturbed else Status.OK)
-    assert "1.5 of 4 processors" in found.found
-    assert "0.50 are given to other virtual machines" in found.found
+    result = machine.load()
+    assert result.status is (Status.WARN if disturbed else Status.OK)
+    assert "1.5 of 4 processors" in result.found
+    assert "0.50 are given to other virtual machines" in result.found
 
 
 # --- files ---
@@ -219,17 +219,17 @@ def test_a_store_is_read_and_not_changed(tmp_path: Path) -> None:
     with Database(folder / OPERATORS.file) as database:
         assert len(database) == 0
     before = (folder / OPERATORS.file).read_bytes()
-    found = disk.store(OPERATORS, folder)
-    assert found.status is Status.OK
-    assert "0 measurements" in found.found
+    result = disk.store(OPERATORS, folder)
+    assert result.status is Status.OK
+    assert "0 measurements" in result.found
     assert (folder / OPERATORS.file).read_bytes() == before
 
 
 def test_a_store_that_is_something_else(tmp_path: Path) -> None:
     (tmp_path / OPERATORS.file).write_bytes(b"no database" * 100)
-    found = disk.store(OPERATORS, tmp_path)
-    assert found.status is Status.WARN
-    assert ".damaged" in found.advice
+    result = disk.store(OPERATORS, tmp_path)
+    assert result.status is Status.WARN
+    assert ".damaged" in result.advice
 
 
 def test_a_store_that_another_process_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,17 +238,17 @@ def test_a_store_that_another_process_writes(tmp_path: Path, monkeypatch: pytest
         assert len(database) == 0
     writer = sqlite3.connect(tmp_path / OPERATORS.file, isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
-    found = disk.store(OPERATORS, tmp_path)
+    result = disk.store(OPERATORS, tmp_path)
     writer.close()
-    assert found.status is Status.WARN
-    assert "locked" in found.found
+    assert result.status is Status.WARN
+    assert "locked" in result.found
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk.os, "access", lambda path, mode: False)
-    found = disk.store(OPERATORS, tmp_path / "new")
-    assert found.status is Status.WARN
-    assert "XDG_CACHE_HOME" in found.advice
+    result = disk.store(OPERATORS, tmp_path / "new")
+    assert result.status is Status.WARN
+    assert "XDG_CACHE_HOME" in result.advice
 
 
 @pytest.mark.parametrize("url", ["nonsense", "postgresql://user:secret@127.0.0.1:1/nothing"])
@@ -257,19 +257,19 @@ def test_a_server_that_cannot_be_used(url: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("XRLFLOW_STORE", raising=False)
     assert disk.server().status is Status.OK
     monkeypatch.setenv("XRLFLOW_STORE", url)
-    found = disk.server()
-    assert (found.status, found.needed) == (Status.FAIL, True)
-    assert "XRLFLOW_STORE" in found.advice
-    assert "secret" not in found.found
+    result = disk.server()
+    assert (result.status, result.needed) == (Status.FAIL, True)
+    assert "XRLFLOW_STORE" in result.advice
+    assert "secret" not in result.found
     assert "server" in disk.store(OPERATORS).found
 
 
 def test_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk.tempfile, "tempdir", str(tmp_path))
-    found = disk.temporary()
-    assert found.status is not Status.FAIL
-    assert str(tmp_path) in found.found
+    result = disk.temporary()
+    assert result.status is not Status.FAIL
+    assert str(tmp_path) in result.found
     monkeypatch.setattr(disk.tempfile, "tempdir", str(tmp_path / "none"))
-    found = disk.temporary()
-    assert (found.status, found.needed) == (Status.FAIL, True)
-    assert "TMPDIR" in found.advice
+    result = disk.temporary()
+    assert (result.status, result.needed) == (Status.FAIL, True)
+    assert "TMPDIR" in result.advice

@@ -65,8 +65,8 @@ def test_ppo_crosses_valleys_where_greedy_stays() -> None:
 
 @pytest.mark.whole
 def test_what_was_learned_holds_for_a_word_that_was_not_seen() -> None:
-    found = np.mean([left(trained(seed).agent, [UNSEEN]) for seed in range(3)])
-    assert found < greedy(Words(), Words().load(UNSEEN), Budget(400, 10)).value
+    result = np.mean([left(trained(seed).agent, [UNSEEN]) for seed in range(3)])
+    assert result < greedy(Words(), Words().load(UNSEEN), Budget(400, 10)).value
 
 
 @pytest.mark.whole
@@ -78,17 +78,17 @@ def test_shaping_pays_for_crossing_valleys() -> None:
 
 @pytest.mark.whole
 def test_an_agent_that_sees_the_graph_learns_too() -> None:
-    found = [left(trained(seed, Network.GRAPH).agent) for seed in range(2)]
-    assert np.mean(found) < 4 + 4 + 7 - 3
+    result = [left(trained(seed, Network.GRAPH).agent) for seed in range(2)]
+    assert np.mean(result) < 4 + 4 + 7 - 3
 
 
 @pytest.mark.whole
 def test_dqn_learns() -> None:
     options = DQNConfig(steps=1500, begin=100, follow=100, evaluate_every=500, agent=SMALL)
-    found = [train_dqn(Words(), problems(), replace(options, seed=seed)) for seed in range(2)]
-    assert np.mean([left(f.agent) for f in found]) < 4 + 4 + 7 - 2
-    assert found[0].reduction == pytest.approx(
-        1 - np.exp(score(found[0].agent, Words(), problems(), Metric.OPERATIONS))
+    result = [train_dqn(Words(), problems(), replace(options, seed=seed)) for seed in range(2)]
+    assert np.mean([left(f.agent) for f in result]) < 4 + 4 + 7 - 2
+    assert result[0].reduction == pytest.approx(
+        1 - np.exp(score(result[0].agent, Words(), problems(), Metric.OPERATIONS))
     )
 
 

@@ -203,8 +203,8 @@ def test_a_changed_result_is_an_error_and_logged(caplog: pytest.LogCaptureFixtur
     env.step(BREAK)
     with pytest.raises(SemanticsError):
         env.step(STOP)
-    found = first_difference(env.compiler, env.problems["24"].module, ["halve", "fail", "break", "halve"])
-    assert found == (2, "odd")
+    result = first_difference(env.compiler, env.problems["24"].module, ["halve", "fail", "break", "halve"])
+    assert result == (2, "odd")
 
 
 def test_wrong_arguments() -> None:

@@ -55,19 +55,19 @@ def update(order: str = "x", centre: str = "1.0", rate: str = "0.001") -> str:
 
 def test_rounding_that_decides_is_no_difference(xla: XlaCompiler) -> None:
     one, other = xla.load(update()), xla.load(update("back"))
-    found = xla.compare(one, other)
-    assert found.equal
-    assert found.note is not None
-    assert found.note.startswith("hangs on rounding: output 0 (float32[]): ")
+    comparison = xla.compare(one, other)
+    assert comparison.equal
+    assert comparison.note is not None
+    assert comparison.note.startswith("hangs on rounding: output 0 (float32[]): ")
 
 
 def test_a_real_difference_is_none_of_rounding(xla: XlaCompiler) -> None:
     """The gradient is no longer 0: in float32 the two updates look like two of the correct module."""
-    found = xla.compare(xla.load(update()), xla.load(update("back", centre="1.01")))
-    assert not found.equal
-    assert found.difference is not None
-    assert found.difference.startswith("output 0 (float32[]): ")
-    assert found.difference.endswith(" (in float64)")
+    comparison = xla.compare(xla.load(update()), xla.load(update("back", centre="1.01")))
+    assert not comparison.equal
+    assert comparison.difference is not None
+    assert comparison.difference.startswith("output 0 (float32[]): ")
+    assert comparison.difference.endswith(" (in float64)")
 
 
 def test_a_small_error_beside_a_large_number_is_seen(xla: XlaCompiler) -> None:
@@ -80,8 +80,8 @@ def test_a_small_error_beside_a_large_number_is_seen(xla: XlaCompiler) -> None:
             " u = f32[64] multiply(b, g)\n ROOT r = f32[64] subtract(w, u) }"
         )
 
-    found = xla.compare(xla.load(step("0.0001")), xla.load(step("0.00011")))
-    assert not found.equal
+    comparison = xla.compare(xla.load(step("0.0001")), xla.load(step("0.00011")))
+    assert not comparison.equal
     assert xla.compare(xla.load(step("0.0001")), xla.load(step("0.00010000001"))).equal
 
 
@@ -96,10 +96,10 @@ def test_what_hangs_on_rounding_and_has_no_float64_is_not_equal(xla: XlaCompiler
 
     one, other = (xla.load(with_float8(update(order))) for order in ("x", "back"))
     assert xla.compare(one, one).equal
-    found = xla.compare(one, other)
-    assert not found.equal
-    assert found.difference is not None
-    assert "(in its own types alone: element type " in found.difference
+    comparison = xla.compare(one, other)
+    assert not comparison.equal
+    assert comparison.difference is not None
+    assert "(in its own types alone: element type " in comparison.difference
 
 
 # Their floats are of 8 bits, or their instructions mean something else in float64.
@@ -171,10 +171,10 @@ def one(value: object, dtype: str = "float32") -> list[list[np.ndarray]]:
 def test_outputs_that_are_never_numbers_are_named() -> None:
     nan = float("nan")
     both = [[np.array([1.0, 2.0], np.float32), np.array([nan], np.float32)]]
-    found = compared(both, both)
-    assert found.equal
-    assert found.blind == ("output 1 (float32[1])",)
-    assert found.compared == pytest.approx(2 / 3)
+    result = compared(both, both)
+    assert result.equal
+    assert result.blind == ("output 1 (float32[1])",)
+    assert result.compared == pytest.approx(2 / 3)
     with pytest.raises(CompilerError, match="nothing can be compared"):
         compared([[np.array([nan])]], [[np.array([nan])]])
 
@@ -223,10 +223,10 @@ def test_movement_allows_what_the_original_does_itself() -> None:
 def test_movement_is_bounded() -> None:
     """An output that moves by all of its size is not equal to everything."""
     still, other = one([1.0, 5.0], "float64"), one([-1.0, -5.0], "float64")
-    found = in_reals(still, other, lambda: [one([-1.0, -5.0], "float64")])
-    assert not found.equal
-    assert found.difference is not None
-    assert found.difference.startswith("output 0 (float64[2]) hangs on rounding")
+    result = in_reals(still, other, lambda: [one([-1.0, -5.0], "float64")])
+    assert not result.equal
+    assert result.difference is not None
+    assert result.difference.startswith("output 0 (float64[2]) hangs on rounding")
     # Two of three numbers are compared.
     still, moved = one([1.0, 5.0, 2.0], "float64"), [one([-1.0, 5.0, 2.0], "float64")]
     assert in_reals(still, one([-1.0, 5.0, 2.0], "float64"), lambda: moved).equal
@@ -295,10 +295,10 @@ ENTRY e {{ t = f32[50,4] parameter(0)
  g = f32[3,4] get-tuple-element(w), index=3
  ROOT r = (f32[3,4], s32[3]) tuple(g, free) }}
 """
-    found = drawn(text, xla)
-    tokens = np.concatenate([one[1] for one in found])
+    result = drawn(text, xla)
+    tokens = np.concatenate([one[1] for one in result])
     assert (tokens.min(), tokens.max()) == (0, 49)
-    free = np.concatenate([one[2] for one in found])
+    free = np.concatenate([one[2] for one in result])
     assert free.min() < 0  # no index: it may be negative
     assert free.max() > 49
 
@@ -323,9 +323,9 @@ ENTRY e { x = f32[2,40,3] parameter(0)
  z = s32[] constant(0)
  ROOT s = f32[1,2,3] dynamic-slice(x, i, j, z), dynamic_slice_sizes={1,2,3} }
 """
-    found = drawn(text, xla, 60)
-    assert {int(one[1]) for one in found} == {0, 1}
-    assert {int(one[2]) for one in found} == set(range(39))
+    result = drawn(text, xla, 60)
+    assert {int(one[1]) for one in result} == {0, 1}
+    assert {int(one[2]) for one in result} == set(range(39))
 
 
 def test_second_moments_are_positive_and_counts_are_not_zero(xla: XlaCompiler) -> None:

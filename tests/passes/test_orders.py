@@ -64,16 +64,16 @@ def test_optimize_writes_the_best_module(words: Words, file: Path, tmp_path: Pat
     output = tmp_path / "out.hlo"
     result = invoke("optimize", file, "-o", output, "--search", search, "--horizon", 8, "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    outcome = json.loads(result.stdout)
     assert output.read_text() == "dad"
-    assert (found["before"], found["default"], found["after"]) == (4, 4, 3)
-    assert found["reduction_against_default"] == pytest.approx(0.25)
-    assert found["outputs_equal"] is True
-    assert found["passes"] == ["open", "merge", "drop", "merge"]
-    said = invoke("optimize", file, "-o", output, "--search", search, "--horizon", 8).stdout
-    assert "operations: 4 before, 4 after XLA's order, 3 after this one" in said
-    assert "25.0% less" in said
-    assert "outputs compared" in said
+    assert (outcome["before"], outcome["default"], outcome["after"]) == (4, 4, 3)
+    assert outcome["reduction_against_default"] == pytest.approx(0.25)
+    assert outcome["outputs_equal"] is True
+    assert outcome["passes"] == ["open", "merge", "drop", "merge"]
+    message = invoke("optimize", file, "-o", output, "--search", search, "--horizon", 8).stdout
+    assert "operations: 4 before, 4 after XLA's order, 3 after this one" in message
+    assert "25.0% less" in message
+    assert "outputs compared" in message
 
 
 @pytest.mark.parametrize("search", ["beam", "greedy", "mcts", "evolution", "random", "refined"])
@@ -110,20 +110,20 @@ def test_ctrl_c_keeps_the_best_that_computes_the_same(
         return run_pass(self, module, name)
 
     monkeypatch.setattr(Words, "apply", interrupted)
-    found = orders.optimize(file, search=orders.Search.RANDOM, horizon=8)
-    assert found.interrupted
-    assert found.contents != "e"
-    assert found.compared.equal
-    assert found.refused
+    result = orders.optimize(file, search=orders.Search.RANDOM, horizon=8)
+    assert result.interrupted
+    assert result.contents != "e"
+    assert result.compared.equal
+    assert result.refused
 
 
 def test_the_compilers_own_order_is_the_result_if_none_is_better(words: Words, tmp_path: Path) -> None:
     (tmp_path / "word").write_text("aaaadddd")
-    found = orders.optimize(tmp_path / "word", steps=1)
-    assert found.is_default
-    assert found.contents == "ad"
-    assert found.after == found.default == 2
-    assert found.to_json()["default_order"] is True
+    result = orders.optimize(tmp_path / "word", steps=1)
+    assert result.is_default
+    assert result.contents == "ad"
+    assert result.after == result.default == 2
+    assert result.to_json()["default_order"] is True
 
 
 @pytest.mark.parametrize("search", [s.value for s in orders.WITHOUT_AGENT])
@@ -145,12 +145,12 @@ def test_steps_that_are_refused_are_in_the_facts_and_in_the_log(
     words: Words, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     words.passes = Words(wrong=True).passes
-    found = orders.optimize(file, search=orders.Search.BEAM, horizon=8)
-    assert "wrong" not in found.order.passes
-    assert found.to_json()["refused"] == list(found.refused)
-    assert any(line.startswith("wrong after ") for line in found.refused)
+    result = orders.optimize(file, search=orders.Search.BEAM, horizon=8)
+    assert "wrong" not in result.order.passes
+    assert result.to_json()["refused"] == list(result.refused)
+    assert any(line.startswith("wrong after ") for line in result.refused)
     assert "a pass changes what the module computes: wrong after" in caplog.text
-    assert found.order.curve[-1][1] == found.after  # what was refused is no improvement
+    assert result.order.curve[-1][1] == result.after  # what was refused is no improvement
 
 
 def test_a_result_that_differs_on_other_inputs_is_not_written(
@@ -172,16 +172,16 @@ def test_a_wrong_default_order_is_no_result(
 ) -> None:
     monkeypatch.setattr(words, "default", lambda module: words.load("e"))
     (tmp_path / "word").write_text("abab")
-    found = orders.optimize(tmp_path / "word", steps=5)
-    assert not found.is_default
-    assert found.contents == "abab"
-    assert found.after == 4
-    assert found.refused == ("the compiler's own order: output 0: an e",)
+    result = orders.optimize(tmp_path / "word", steps=5)
+    assert not result.is_default
+    assert result.contents == "abab"
+    assert result.after == 4
+    assert result.refused == ("the compiler's own order: output 0: an e",)
 
 
 def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
-    found = orders.optimize(file, metric=Metric.SECONDS, search=orders.Search.RANDOM, horizon=8)
-    assert (found.before, found.default, found.after) == (4.0, 4.0, 3.0)
+    result = orders.optimize(file, metric=Metric.SECONDS, search=orders.Search.RANDOM, horizon=8)
+    assert (result.before, result.default, result.after) == (4.0, 4.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -271,10 +271,10 @@ def test_train_then_optimize_with_the_agent(words: Words, file: Path, tmp_path: 
     assert facts["reduction"] == pytest.approx(0.25)
     assert list((tmp_path / "log").iterdir())
     for search in ("agent", "guided", "refined"):
-        found = invoke(
+        outcome = invoke(
             "optimize", file, "-o", output, "--search", search, "--agent", agent, "--steps", 60, "--json"
         )
-        assert json.loads(found.stdout)["after"] == 3
+        assert json.loads(outcome.stdout)["after"] == 3
         assert output.read_text() == "dad"
 
 
@@ -327,9 +327,9 @@ def test_the_default_search_is_that_of_the_shipped_agent_where_it_fits(
 def test_a_known_sequence_needs_no_agent(words: Words, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "SEQUENCE", ("open", "merge", "drop", "merge"))
     monkeypatch.setattr(orders, "_missing", lambda: ["torch"])
-    found = orders.optimize(file, horizon=8, steps=4)
-    assert found.search is orders.Search.REFINED
-    assert (found.contents, found.order.steps) == ("dad", 4)
+    result = orders.optimize(file, horizon=8, steps=4)
+    assert result.search is orders.Search.REFINED
+    assert (result.contents, result.order.steps) == ("dad", 4)
     assert orders.optimize(file, horizon=3, steps=4).order.passes == ()  # the sequence is cut off
 
 
@@ -355,8 +355,8 @@ def test_bench(words: Words, file: Path) -> None:
     # The toy's seconds are the letters.
     assert table["time"] == pytest.approx([4 / 3] * 3)
     assert table["control"] == pytest.approx([1.0] * 3)
-    said = invoke("bench", file, "--searches", "greedy,beam", "--horizon", 8).stdout
-    assert "time after XLA's order / after the best: 1.333" in said
+    output = invoke("bench", file, "--searches", "greedy,beam", "--horizon", 8).stdout
+    assert "time after XLA's order / after the best: 1.333" in output
 
 
 def test_bench_compares_the_compilers_own_order(
@@ -364,8 +364,8 @@ def test_bench_compares_the_compilers_own_order(
 ) -> None:
     assert "DIFFER" not in invoke("bench", file, "--searches", "greedy").stdout
     monkeypatch.setattr(words, "default", lambda module: words.load("e"))
-    said = invoke("bench", file, "--searches", "greedy").stdout.splitlines()[0]
-    assert said == "operations: 4 before, 1 after XLA's order; its outputs DIFFER"
+    output = invoke("bench", file, "--searches", "greedy").stdout.splitlines()[0]
+    assert output == "operations: 4 before, 1 after XLA's order; its outputs DIFFER"
 
 
 def test_a_wrong_result_is_not_the_best_of_a_table(words: Words, file: Path) -> None:
@@ -424,8 +424,8 @@ def test_help_loads_nothing_heavy() -> None:
         "assert CliRunner().invoke(app, ['passes', '--help']).exit_code == 0;"
         "print([m for m in ('torch', 'jax', 'gymnasium', 'onnx', 'numpy') if m in sys.modules])"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "[]"
 
 
 def test_an_agent_for_other_passes(words: Words, file: Path, tmp_path: Path) -> None:

@@ -169,14 +169,14 @@ def test_other_metrics() -> None:
 def test_a_fixed_sequence_serves_several_modules() -> None:
     compiler = Words()
     modules = [compiler.load(w) for w in ("dbbd", "bb", "aad", "ddbbdd")]
-    found = fixed(compiler, modules, Budget(3000, 8), seed=0)
-    left = [follow(compiler, m, found.passes, Budget(20, 8)) for m in modules]
+    result = fixed(compiler, modules, Budget(3000, 8), seed=0)
+    left = [follow(compiler, m, result.passes, Budget(20, 8)) for m in modules]
     assert [o.module.digest for o in left] == ["dad", "a", "ad", "dad"]
-    assert found.ratio == pytest.approx((3 / 4 * 1 / 2 * 2 / 3 * 1 / 2) ** 0.25)
-    assert found.steps <= 3000
-    assert fixed(compiler, modules, Budget(3000, 8), seed=0).passes == found.passes
+    assert result.ratio == pytest.approx((3 / 4 * 1 / 2 * 2 / 3 * 1 / 2) ** 0.25)
+    assert result.steps <= 3000
+    assert fixed(compiler, modules, Budget(3000, 8), seed=0).passes == result.passes
     # Without evolution, greedy construction would not have crossed the valley.
-    assert fixed(compiler, modules, Budget(60, 8), seed=0).ratio > found.ratio
+    assert fixed(compiler, modules, Budget(60, 8), seed=0).ratio > result.ratio
     assert fixed(compiler, modules, Budget(0, 8)).passes == ()
 
 
@@ -189,9 +189,9 @@ def test_a_budget_is_checked() -> None:
 
 def test_a_sequence_for_several_modules_goes_on_without_a_wrong_step() -> None:
     modules = [Words().load(word) for word in (VALLEY, "aaadd", "dbbd" * 2)]
-    found = fixed(Words(wrong=True), modules, Budget(150, 8), seed=1)
-    assert "wrong" not in found.passes
-    assert found.ratio < 1.0
+    result = fixed(Words(wrong=True), modules, Budget(150, 8), seed=1)
+    assert "wrong" not in result.passes
+    assert result.ratio < 1.0
 
 
 def test_comparisons_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +214,10 @@ def test_comparisons_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_passes_of_the_default_order_that_reduce() -> None:
     compiler = Words()
     modules = [compiler.load(word) for word in ("aab", "ddaa")]
-    said: list[str] = []
+    output: list[str] = []
     # "open" makes words longer, "drop" has nothing to do: without them no more is left.
-    assert reducing(compiler, modules, say=said.append) == ("merge", "tidy")
-    assert len(said) == len(compiler.passes) - 2
+    assert reducing(compiler, modules, say=output.append) == ("merge", "tidy")
+    assert len(output) == len(compiler.passes) - 2
     assert reducing(compiler, [compiler.load("aab")]) == ("merge",)
     # What passes make possible for others counts: "bb" needs open, merge and drop.
     assert set(reducing(compiler, [compiler.load("dbbd")])) == {"merge", "open", "drop"}

@@ -367,8 +367,8 @@ def test_a_cache_keeps_the_figures_of_each_compiler_and_no_damaged_module(tmp_pa
         module = Module("after", b"data", Summary(1, 1.0, flops, (("add", 1),), (1,)))
         cache.put(compiler, "before", "pass", Outcome("after"), module)
     for compiler, flops in (("a", 1.0), ("b", 2.0)):
-        assert (found := cache.module(compiler, "after")) is not None
-        assert found.summary.flops == flops
+        assert (item := cache.module(compiler, "after")) is not None
+        assert item.summary.flops == flops
     cache.prune()
     assert cache.outcome("a", "before", "pass") == Outcome("after")
     cache.close()
@@ -404,12 +404,12 @@ def test_no_row_that_a_disk_has_damaged_is_believed(tmp_path: Path) -> None:
         connection.close()
         cache = Cache(path)
         for number in "12":
-            found = cache.outcome("c", "before", f"pass {number}")
-            assert found in (None, Outcome(number * 32))
+            result = cache.outcome("c", "before", f"pass {number}")
+            assert result in (None, Outcome(number * 32))
             assert cache.module("c", number * 32) in (None, Module(number * 32, b"data", summary))
             kept = cache.module("c", number * 32)
             assert kept is None or kept.summary == summary
-            assert (found is None) == (table == "result") or (kept is None) == (table == "module")
+            assert (result is None) == (table == "result") or (kept is None) == (table == "module")
         assert cache.outcome("c", "before", "fails") in (None, Outcome("before", "why 1195"))
         cache.close()
         path.unlink()
@@ -471,10 +471,10 @@ def test_a_wrong_module_is_told(xla: XlaCompiler) -> None:
     right = xla.load(TWO)
     assert xla.compare(right, run(xla, right, ["map-inline", "dot_decomposer"])).equal
     wrong = xla.load(TWO.replace("multiply(p, p)", "add(p, p)"))
-    found = xla.compare(right, wrong)
-    assert not found.equal
-    assert found.difference is not None
-    assert found.difference.startswith("output 0 (float32[8, 16]): ")
+    comparison = xla.compare(right, wrong)
+    assert not comparison.equal
+    assert comparison.difference is not None
+    assert comparison.difference.startswith("output 0 (float32[8, 16]): ")
     turned = TWO.replace("r = f32[8,16] add(s, d)", "r = f32[16,8] transpose(s), dimensions={1,0}")
     assert xla.compare(right, xla.load(turned)).difference == (
         "output 0 (float32[8, 16]): float32[16, 8] instead"
@@ -505,10 +505,10 @@ def test_both_modules_get_the_inputs_of_the_reference(xla: XlaCompiler) -> None:
         " s = f32[1] dynamic-slice(h, j), dynamic_slice_sizes={1}\n ROOT r = (s32[8], f32[1]) tuple(i, s) }"
     )
     assert xla.compare(narrow, wide).equal  # indices 0 and 1
-    found = xla.compare(wide, narrow)  # indices up to 63; the first output is the indices
-    assert not found.equal
-    assert found.difference is not None
-    assert found.difference.startswith("output 1 ")
+    comparison = xla.compare(wide, narrow)  # indices up to 63; the first output is the indices
+    assert not comparison.equal
+    assert comparison.difference is not None
+    assert comparison.difference.startswith("output 1 ")
 
 
 def test_a_comparison_of_nothing_is_refused(xla: XlaCompiler) -> None:

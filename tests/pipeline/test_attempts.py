@@ -49,8 +49,8 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def context(options: Options = OPTIONS) -> Iterator[Context]:
-    with opened(models.small("squeezenet"), options, None, time.monotonic()) as found:
-        yield with_feeds(found)
+    with opened(models.small("squeezenet"), options, None, time.monotonic()) as result:
+        yield with_feeds(result)
 
 
 def finishing(monkeypatch: pytest.MonkeyPatch, *kept: bool, interrupting: int = -1) -> list[str]:
@@ -62,8 +62,8 @@ def finishing(monkeypatch: pytest.MonkeyPatch, *kept: bool, interrupting: int = 
         judged.append(start.model.name)
         if len(judged) - 1 == interrupting:
             raise KeyboardInterrupt
-        found = explored.result.best if kept[len(judged) - 1] else None
-        return Finished(found, f"as {start.model.name} says")
+        result = explored.result.best if kept[len(judged) - 1] else None
+        return Finished(result, f"as {start.model.name} says")
 
     monkeypatch.setitem(attempts.CANDIDATES, "onnxruntime", plain)  # type: ignore[arg-type]
     monkeypatch.setattr("xrlflow.pipeline.choose.plain", plain)
@@ -76,23 +76,23 @@ def test_the_first_result_that_is_kept_is_the_last_attempt(
 ) -> None:
     judged = finishing(monkeypatch, *kept)
     with context() as known:
-        found = attempted(known)
+        result = attempted(known)
         assert judged == list(AUTO[: len(kept)])
-        assert found.start.model.name == judged[-1]
-        assert found.finished.accepted is not None
-        said = [f"by {name} costs: as {name} says" for name in judged[:-1]]
-        assert [note for note in known.notes if note.startswith("by ")] == said
+        assert result.start.model.name == judged[-1]
+        assert result.finished.accepted is not None
+        output = [f"by {name} costs: as {name} says" for name in judged[:-1]]
+        assert [note for note in known.notes if note.startswith("by ")] == output
 
 
 def test_if_nothing_is_kept_the_first_attempt_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = finishing(monkeypatch, False, False, False)
     with context() as known:
-        found = attempted(known)
+        result = attempted(known)
         assert [n for n in known.notes if n.startswith("by ")] == [
             f"by {c} costs: as {c} says" for c in AUTO[1:]
         ]
     assert judged == list(AUTO)
-    assert found.finished == Finished(None, "as profiled says")
+    assert result.finished == Finished(None, "as profiled says")
 
 
 def test_later_attempts_make_no_kernels_and_have_the_time_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +128,10 @@ def test_learned_costs_that_were_asked_for_have_all_the_time(monkeypatch: pytest
 def test_ctrl_c_in_a_later_attempt_keeps_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = finishing(monkeypatch, False, True, interrupting=1)
     with context() as known:
-        found = attempted(known)
+        result = attempted(known)
         assert "interrupted: the original is kept" in known.notes
     assert judged == ["profiled", "learned"]
-    assert found.finished == Finished(None, "as profiled says")
+    assert result.finished == Finished(None, "as profiled says")
 
 
 def test_ctrl_c_in_the_first_attempt_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:

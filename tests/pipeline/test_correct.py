@@ -43,8 +43,8 @@ def measured_prices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def begun(tmp_path: Path) -> Iterator[tuple[Context, Start, Learned]]:
     """An optimisation whose operators have modelled prices, all of them in time."""
-    with opened(models.small("squeezenet"), OPTIONS, None, time.monotonic()) as found:
-        context = with_feeds(found)
+    with opened(models.small("squeezenet"), OPTIONS, None, time.monotonic()) as result:
+        context = with_feeds(result)
         prices = Profiled(Machine.reference(), database=Database(tmp_path / "prices.sqlite"), time_budget=0.0)
         model = Learned(prices, load_network(PRETRAINED))
         begin = start(context, model)
@@ -61,11 +61,11 @@ def measuring(monkeypatch: pytest.MonkeyPatch, ratio: Callable[[SearchNode], flo
             assert against.state.graph is self.start.base.state.graph
             compared.append(found)
             middle = ratio(found)
-            said = Ratio(middle, 0.995 * middle, 1.005 * middle)
+            output = Ratio(middle, 0.995 * middle, 1.005 * middle)
             self.kept += history.keep(
-                self.known, self.context, self.start.model, against.state.graph, found.state.graph, said
+                self.known, self.context, self.start.model, against.state.graph, found.state.graph, output
             )
-            return said
+            return output
 
     monkeypatch.setattr(correct, "Trials", Trials)
     return compared
@@ -137,8 +137,8 @@ def test_it_ends_with_a_round_that_corrects_nothing(tmp_path: Path, monkeypatch:
         after = corrected(context, begin, model, time.monotonic() + 60)
         assert after.model is model
         assert len(compared) == len(after.measured) == 8
-        said = "8 whole models were measured, and learned costs corrected by 0 of them"
-        assert context.notes == [said]
+        message = "8 whole models were measured, and learned costs corrected by 0 of them"
+        assert context.notes == [message]
 
 
 def test_graphs_that_are_refused_are_not_measured_and_their_files_do_not_pile_up(
@@ -188,9 +188,9 @@ def test_what_was_measured_to_be_faster_is_proposed_first(
     with begun(tmp_path) as (context, begin, model):
         measuring(monkeypatch, ratio)
         after = corrected(context, begin, model, time.monotonic() + 10)
-        found = ordered(context, after, found_by_taso(context, after))
-    assert fingerprints(found.proposals)[:4] == list(reversed(faster))[:4]
-    for node in found.proposals:
+        result = ordered(context, after, found_by_taso(context, after))
+    assert fingerprints(result.proposals)[:4] == list(reversed(faster))[:4]
+    for node in result.proposals:
         assert node.cost == pytest.approx(after.model.cost(node.state.graph))
 
 
@@ -225,10 +225,10 @@ def test_proposals_of_the_search_are_measured_and_the_fastest_comes_first(
         begin = replace(
             begin, measured=((Ratio(1.1, 1.09, 1.11), quick[1]), (Ratio(0.9, 0.8, 1.0), quick[0]))
         )
-        found = ordered(context, begin, explored)
-        assert fingerprints(found.proposals[:2]) == fingerprints([last, quick[1]])
+        result = ordered(context, begin, explored)
+        assert fingerprints(result.proposals[:2]) == fingerprints([last, quick[1]])
         assert fingerprints(compared) == fingerprints([*quick[2:], last])
-        assert sorted(fingerprints(found.proposals)) == sorted({*fingerprints(explored.proposals)})
+        assert sorted(fingerprints(result.proposals)) == sorted({*fingerprints(explored.proposals)})
         assert context.notes[-1] == f"measured of the search's proposals: {len(compared)}"
 
 
@@ -240,8 +240,8 @@ def test_what_was_not_measured_comes_before_what_may_be_slower(
         first, *others = explored.proposals
         context.clock.hurry()  # nothing is measured
         assert not measuring(monkeypatch, lambda node: 1.0)
-        found = ordered(context, replace(begin, measured=((Ratio(1.0, 0.9, 1.1), first),)), explored)
-        assert fingerprints(found.proposals) == [*fingerprints(others), first.state.fingerprint]
+        result = ordered(context, replace(begin, measured=((Ratio(1.0, 0.9, 1.1), first),)), explored)
+        assert fingerprints(result.proposals) == [*fingerprints(others), first.state.fingerprint]
 
 
 @pytest.mark.parametrize(("low", "high", "wanted"), [(0.3, 4.8, 0), (1.19, 1.21, -1), (0.0, math.inf, 0)])
@@ -255,8 +255,8 @@ def test_a_vague_measurement_outweighs_no_costs(
         context.clock.hurry()  # nothing is measured
         factor = model.predict(begin.base.state.graph, first.state.graph).median
         ratio = Ratio(1.2 * factor, low * factor, high * factor)
-        found = ordered(context, replace(begin, measured=((ratio, last),)), explored)
-        assert found.proposals[0].state.fingerprint == explored.proposals[wanted].state.fingerprint
+        result = ordered(context, replace(begin, measured=((ratio, last),)), explored)
+        assert result.proposals[0].state.fingerprint == explored.proposals[wanted].state.fingerprint
 
 
 def test_an_interrupt_while_proposals_are_measured_keeps_their_order(
@@ -268,9 +268,9 @@ def test_an_interrupt_while_proposals_are_measured_keeps_their_order(
     with begun(tmp_path) as (context, begin, _):
         explored = found_by_taso(context, begin)
         measuring(monkeypatch, interrupt)
-        found = ordered(context, begin, explored)
+        result = ordered(context, begin, explored)
         assert context.clock.hurried
-        assert fingerprints(found.proposals) == fingerprints(explored.proposals)
+        assert fingerprints(result.proposals) == fingerprints(explored.proposals)
 
 
 def test_it_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,8 +331,8 @@ def test_it_is_done_where_an_agent_learns_from_learned_costs(
     monkeypatch.setattr(attempts, "corrected", record)
     monkeypatch.setattr(attempts, "explore", lambda context, start: Explored(None, ()))  # type: ignore[arg-type]
     monkeypatch.setattr(attempts, "finish", lambda _: Finished(None, ""))
-    with opened(models.small("squeezenet"), replace(OPTIONS, **options), None, time.monotonic()) as found:
-        context = found if options.get("measure") is False else with_feeds(found)
+    with opened(models.small("squeezenet"), replace(OPTIONS, **options), None, time.monotonic()) as result:
+        context = result if options.get("measure") is False else with_feeds(result)
         now = time.monotonic()
         attempted(context)
         assert bool(given) == wanted

@@ -41,8 +41,8 @@ def slowly(*_: object, **__: object) -> NoReturn:
 def test_without_time_for_inputs_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "feeds_for_measurement", slowly)
     result = xrlflow.optimize(MLP, **PLAIN)
-    said = "nothing is measured: the time was over (--time-limit, --inputs, --shape)"
-    assert said in result.report.notes
+    message = "nothing is measured: the time was over (--time-limit, --inputs, --shape)"
+    assert message in result.report.notes
     assert result.report.substitutions
     assert result.report.verified
     assert result.speedup is None
@@ -110,13 +110,13 @@ def test_simplifying_ends() -> None:
 
 def test_kernels_that_take_too_long_to_compile_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels._Trials, "_compile_until", past)
-    said = "no generated kernels: there was no time to compile them (--time-limit); "
-    said += "with them a model is 1.26 times as fast on average"
+    message = "no generated kernels: there was no time to compile them (--time-limit); "
+    message += "with them a model is 1.26 times as fast on average"
     with prepare.opened(MLP, Options(), None, time.monotonic()) as context, kernels._lowering(context) as how:
         node = prepare.start(context, Roofline()).base
         candidates = kernels._Candidates([node, node], node.state.graph)
         assert kernels._Trials(context, asked=False).best(how, None, candidates) is None
-        assert context.notes == [said]
+        assert context.notes == [message]
     with pytest.raises(BackendError, match="there was no time to compile them"):
         xrlflow.optimize(MLP, backend="hybrid", measure=False, **PLAIN)
 

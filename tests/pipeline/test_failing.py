@@ -51,10 +51,10 @@ def test_where_no_inputs_are_found_the_original_is_kept(measure: bool) -> None:
     proto.graph.node.insert(0, make("Relu", ["x"], ["r"]))
     proto.graph.node.insert(1, make("Relu", ["r"], ["s"]))
     proto.graph.node[2].input[0] = "s"
-    found = xrlflow.optimize(proto, portable=True, search="greedy", measure=measure)
-    assert found.report.returned_original
-    assert found.model.SerializeToString() == proto.SerializeToString()
-    assert re.search(r"--inputs data.npz.*Gather.*out of data bounds", found.report.reason)
+    result = xrlflow.optimize(proto, portable=True, search="greedy", measure=measure)
+    assert result.report.returned_original
+    assert result.model.SerializeToString() == proto.SerializeToString()
+    assert re.search(r"--inputs data.npz.*Gather.*out of data bounds", result.report.reason)
     assert xrlflow.optimize(proto, portable=True, measure=False, verify=False).trace
 
 
@@ -75,9 +75,9 @@ def test_the_types_without_a_kernel_are_named() -> None:
 def test_an_output_that_numpy_lacks_is_named() -> None:
     x, y = declare("x", TensorProto.FLOAT, [3]), declare("y", TensorProto.BFLOAT16, [3])
     proto = model([make("Cast", ["x"], ["y"], to=TensorProto.BFLOAT16)], [x], [y], opset=17)
-    found = xrlflow.optimize(proto, portable=True, search="greedy")
-    assert found.report.returned_original
-    assert re.search(r"output 'y' is bfloat16.*--no-measure", found.report.reason)
+    result = xrlflow.optimize(proto, portable=True, search="greedy")
+    assert result.report.returned_original
+    assert re.search(r"output 'y' is bfloat16.*--no-measure", result.report.reason)
     xrlflow.optimize(proto, portable=True, search="greedy", measure=False)
 
 

@@ -73,10 +73,10 @@ def test_phases_take_values_and_return_values(tmp_path: Path) -> None:
         assert with_feeds(context) is context  # nothing is measured
         prices = cost_model(context, "roofline")
         begins = [start(context, prices) for _ in range(2)]
-        found = [explore(context, begin) for begin in begins]
+        result = [explore(context, begin) for begin in begins]
         assert begins[0].base.state.fingerprint == begins[1].base.state.fingerprint
-        assert found[0].result.best.trace == found[1].result.best.trace
-        finished = finish(CANDIDATES["onnxruntime"](context, begins[0], found[0]))
+        assert result[0].result.best.trace == result[1].result.best.trace
+        finished = finish(CANDIDATES["onnxruntime"](context, begins[0], result[0]))
         assert finished.accepted is not None
         assert [n.op for n in finished.accepted.state.graph.nodes()] == ["Relu"]
         folder = Path(context.folder)

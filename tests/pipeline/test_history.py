@@ -34,8 +34,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept(path: Path) -> int:
-    with History(cpu_name(), runtime(), 1, path) as found:
-        return len(found.latest(100))
+    with History(cpu_name(), runtime(), 1, path) as result:
+        return len(result.latest(100))
 
 
 def optimized(cost: str = "profiled", **options: Any) -> xrlflow.Result:
@@ -51,9 +51,9 @@ def certain(monkeypatch: pytest.MonkeyPatch, disturbed: bool = False) -> None:
     measure = choose.measure
 
     def once(*arguments: Any, **options: Any) -> Comparison:
-        found = measure(*arguments, **options)
-        load = replace(found.load, disturbed=disturbed)
-        return replace(found, speedups=(SpeedUp(1.10, 1.09, 1.11),), load=load)
+        result = measure(*arguments, **options)
+        load = replace(result.load, disturbed=disturbed)
+        return replace(result, speedups=(SpeedUp(1.10, 1.09, 1.11),), load=load)
 
     monkeypatch.setattr(choose, "measure", once)
 

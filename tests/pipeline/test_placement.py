@@ -65,12 +65,12 @@ def test_an_operator_is_timed_with_the_algorithm_that_it_gets(
     """By what was measured, if something was."""
     from xrlflow.backends.tvm.library import operator_times as module
 
-    found = []
+    result = []
     compile_region = module.compile_region
 
     def watched(*given: object, **named: object) -> object:
-        found.append(compile_region(*given, **named))  # type: ignore[arg-type]
-        return found[-1]
+        result.append(compile_region(*given, **named))  # type: ignore[arg-type]
+        return result[-1]
 
     monkeypatch.setattr(module, "compile_region", watched)
     feeds = {"x": np.ones((1, 16, 8, 8), np.float32)}
@@ -79,21 +79,21 @@ def test_an_operator_is_timed_with_the_algorithm_that_it_gets(
         channels_last=True, algorithms=Algorithms(timings=Fastest(algorithm)),
     )  # fmt: skip
     assert times is not None
-    assert [chosen.algorithm for chosen in found[0].chosen] == [algorithm.value]
-    assert any("winograd" in str(v) for v in found[0].module.functions) == (algorithm.m is not None)
+    assert [chosen.algorithm for chosen in result[0].chosen] == [algorithm.value]
+    assert any("winograd" in str(v) for v in result[0].module.functions) == (algorithm.m is not None)
 
 
 def work_of(algorithms: Algorithms, operators: Sequence[Operator], channels_last: bool) -> list[Taken | None]:
     """Prices that are exact: seconds in proportion to the multiplications of the kernels of each operator."""
-    found: list[Taken | None] = []
+    result: list[Taken | None] = []
     for serialized, _ in operators:
         proto = onnx.load_from_string(serialized)
         region = compiled(proto, MACHINE, channels_last, algorithms)
         assert region is not None
         less = LESS.get(region.chosen[0].algorithm, 1.0) if region.chosen else 1.0
         sizes = [math.prod(t.dims) for t in proto.graph.initializer if len(t.dims) == 4]
-        found.append(Taken(np.full(5, 1e-9 * (1 + sum(sizes)) / less), 0.0))
-    return found
+        result.append(Taken(np.full(5, 1e-9 * (1 + sum(sizes)) / less), 0.0))
+    return result
 
 
 @pytest.mark.parametrize(("algorithms", "merges"), [(Algorithms(), True), (Algorithms(exact=True), False)])
@@ -120,6 +120,6 @@ def test_a_search_merges_where_channels_fit_a_faster_algorithm(
         (candidate, *_) = RewriteState.start(graph, library).candidates
         prices.learn(RewriteState.start(graph, library).apply(candidate).graph, time.monotonic() + 100)
         base = RewriteState.start(graph, library, placed.delta)
-        found = greedy(base, placed.cost(graph), Limits()).best
-    assert [step.rule for step in found.trace] == ["MergeParallelConvs"] * merges
-    assert sum(node.op == "Conv" for node in found.state.graph.nodes()) == (1 if merges else 2)
+        result = greedy(base, placed.cost(graph), Limits()).best
+    assert [step.rule for step in result.trace] == ["MergeParallelConvs"] * merges
+    assert sum(node.op == "Conv" for node in result.state.graph.nodes()) == (1 if merges else 2)

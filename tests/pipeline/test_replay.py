@@ -44,12 +44,12 @@ def test_bodies_become_what_they_became(
     tmp_path: Path, made: Mapping[str, Any], replayed: Mapping[str, Any]
 ) -> None:
     trace = tmp_path / "trace.json"
-    found = optimize(**made)
-    found.save_trace(trace)
+    result = optimize(**made)
+    result.save_trace(trace)
     again = optimize(**replayed, replay=trace)
-    assert again.graph.fingerprint == found.graph.fingerprint
+    assert again.graph.fingerprint == result.graph.fingerprint
     assert again.report.search == "replay", "nothing was searched for"
-    assert [s.key for s in again.trace] == [s.key for s in found.trace]
+    assert [s.key for s in again.trace] == [s.key for s in result.trace]
     again.save_trace(tmp_path / "again.json")
     assert (
         json.loads((tmp_path / "again.json").read_text())["before"] == json.loads(trace.read_text())["before"]

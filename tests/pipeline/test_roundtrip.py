@@ -53,10 +53,10 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int | None]]
         @contextmanager
         def opened(path: Any, **options: Any) -> Iterator[runner.Runner]:
             if isinstance(path, str):
-                found = opset_in(path)
-                tried.append(found)
-                if found is None or not allowed(found):
-                    raise BackendError(f"no kernel at {found}")
+                result = opset_in(path)
+                tried.append(result)
+                if result is None or not allowed(result):
+                    raise BackendError(f"no kernel at {result}")
             with runner.opened(path, **options) as loaded:
                 yield loaded
 
@@ -115,8 +115,8 @@ def test_an_opset_that_was_asked_for_is_the_only_one(refusing: Callable[..., lis
     assert tried == [15]
     assert result.returned_original
     assert "at opset 15: ONNX Runtime does not run it" in result.report.reason
-    found = optimize(twice_transposed(), **PLAIN, opset=18)
-    assert versions.opset_of(found.model) == 18
+    outcome = optimize(twice_transposed(), **PLAIN, opset=18)
+    assert versions.opset_of(outcome.model) == 18
 
 
 @pytest.mark.parametrize("opset", [6, 99])
@@ -178,9 +178,9 @@ def test_a_rule_that_needs_a_newer_opset_still_fires() -> None:
 
 def test_a_trace_is_replayed_to_the_same_graph_at_the_same_opset(tmp_path: Path) -> None:
     proto = twice_transposed(13)
-    found = optimize(proto, **PLAIN)
-    assert found.trace
-    found.save_trace(tmp_path / "t.json")
+    result = optimize(proto, **PLAIN)
+    assert result.trace
+    result.save_trace(tmp_path / "t.json")
     again = optimize(proto, **PLAIN, replay=tmp_path / "t.json")
-    assert again.model.SerializeToString() == found.model.SerializeToString()
+    assert again.model.SerializeToString() == result.model.SerializeToString()
     assert versions.opset_of(again.model) == 13

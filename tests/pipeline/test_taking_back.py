@@ -123,8 +123,8 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every result is measured to be faster, in no time."""
 
     def decided(before: str, after: str, feeds: Any, *, deciding: Deciding, **how: Any) -> RepeatedComparison:
-        found = RepeatedComparison(None, None, None, None, 0.0, 1, Verdict.FASTER)
-        return found if deciding.check() else dataclasses.replace(found, verdict=Verdict.NOT_FASTER)
+        result = RepeatedComparison(None, None, None, None, 0.0, 1, Verdict.FASTER)
+        return result if deciding.check() else dataclasses.replace(result, verdict=Verdict.NOT_FASTER)
 
     monkeypatch.setattr(confirm, "measure_in_fresh_processes", decided)
 
@@ -212,10 +212,10 @@ def test_without_time_to_find_the_rule_the_original_stays(monkeypatch: pytest.Mo
     real = Reference.check
 
     def slow(self: Reference, path: Any, **options: Any) -> Verification:
-        found = real(self, path, **options)
+        outcome = real(self, path, **options)
         now = time.monotonic()
         monkeypatch.setattr("xrlflow.pipeline.verifier.time.monotonic", lambda: now + 1e6)
-        return found
+        return outcome
 
     monkeypatch.setattr(Reference, "check", slow)
     result = optimize(model(WRONG))
@@ -236,6 +236,6 @@ def test_kernels_for_several_sizes_need_what_the_plain_file_needs(monkeypatch: p
         verifier = Verifier(context)
         plain = verifier.check(path, steps)
         both = verifier.check_kernels(path, steps, [{"x": (2, 4)}, {"x": (3, 4)}])
-    for found in (plain, both):
-        assert found.verified, found.message()
-        assert any("FillUp needs sizes from 1" in note for note in found.notes)
+    for item in (plain, both):
+        assert item.verified, item.message()
+        assert any("FillUp needs sizes from 1" in note for note in item.notes)

@@ -68,14 +68,14 @@ def situations(name: str, steps: int = 6) -> list[Situation]:
     problem = Problem.of(name, graph_of(name), ALL, featuriser.prices, featuriser.pricing)
     env = RewriteEnv([problem], featuriser)
     data, _ = env.reset(seed=0)
-    found, agent = [env.situation], an_agent()
+    result, agent = [env.situation], an_agent()
     for _ in range(steps):
         action = int(agent.evaluate([data])[0].mode()[0])
         data, _, terminated, truncated, _ = env.step(action)
         if terminated or truncated:
             break
-        found.append(env.situation)
-    return found
+        result.append(env.situation)
+    return result
 
 
 def observe(*seen: Situation) -> list[Observation]:

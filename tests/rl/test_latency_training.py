@@ -44,11 +44,11 @@ def compared(
 
 
 def test_torch_and_numpy_compute_the_same() -> None:
-    found, graphs = compared("squeezenet", Roofline())
+    result, graphs = compared("squeezenet", Roofline())
     parameters = network()
     learned = Learned(Roofline(), parameters)
     expected = [np.log(learned.predict(graphs[0], g).median) for g in graphs[1:]]
-    assert judge(parameters, found).predicted == pytest.approx(expected, abs=1e-5)
+    assert judge(parameters, result).predicted == pytest.approx(expected, abs=1e-5)
 
 
 def test_it_learns_what_prices_do_not_say_and_the_same_seed_learns_the_same() -> None:
@@ -93,9 +93,9 @@ def test_ranks_and_pairs() -> None:
 def test_nothing_to_learn_from_is_an_error() -> None:
     with pytest.raises(TrainingError, match="no comparisons"):
         fit([])
-    found, _ = compared("nasrnn", Roofline(), count=2)
+    result, _ = compared("nasrnn", Roofline(), count=2)
     with pytest.raises(TrainingError, match="radius 3 cannot train a network of radius 4"):
-        fit([found], FitConfig(NetworkConfig(width=4, radius=4)))
+        fit([result], FitConfig(NetworkConfig(width=4, radius=4)))
 
 
 def test_networks_that_were_not_compared_are_left_out() -> None:

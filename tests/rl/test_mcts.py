@@ -62,11 +62,11 @@ def test_it_is_no_worse_than_greedy_and_its_traces_lead_to_its_graphs(name: str)
     state, initial = RewriteState.start(graph, ALL, cost.delta), cost.cost(graph)
     result = tree_search(state, initial, Limits(150), Judging(words), Featuriser(words, cost))
     assert result.best.cost <= greedy(state, initial, Limits()).best.cost * (1 + 1e-9)
-    for found in (result.best, *result.shortlist):
-        assert np.isclose(found.cost, cost.cost(found.state.graph), rtol=1e-9)
-        states = [state, *replay(state, found.trace)]
-        assert states[-1].fingerprint == found.state.fingerprint
-        assert found.state.delta is state.delta
+    for item in (result.best, *result.shortlist):
+        assert np.isclose(item.cost, cost.cost(item.state.graph), rtol=1e-9)
+        states = [state, *replay(state, item.trace)]
+        assert states[-1].fingerprint == item.state.fingerprint
+        assert item.state.delta is state.delta
 
 
 @pytest.mark.parametrize("relus", [1, 2, 3])
@@ -185,9 +185,9 @@ def test_what_greedy_found_is_kept_if_the_agent_is_interrupted(monkeypatch: pyte
     context = Mock()
     context.options.budget, context.options.agent = 50, "a"
     context.clock.budget.select_until = time.monotonic() + 60
-    found = explore._with_agent(context, base, cost, Limits(50), None)
-    assert found.interrupted
-    assert found.best.cost == greedy(base.state, base.cost, Limits(50)).best.cost < base.cost
+    result = explore._with_agent(context, base, cost, Limits(50), None)
+    assert result.interrupted
+    assert result.best.cost == greedy(base.state, base.cost, Limits(50)).best.cost < base.cost
 
 
 @pytest.mark.parametrize("left", [60.0, 0.1])
@@ -204,15 +204,15 @@ def test_slow_prices_leave_the_agent_its_time(monkeypatch: pytest.MonkeyPatch, l
     now = time.monotonic()
     context.clock.budget.select_until = now + left
     limits = Limits(50, now + 30.0)
-    found = explore._with_agent(context, base, cost, limits, None)
+    result = explore._with_agent(context, base, cost, limits, None)
     (deadline,) = (limit.deadline for limit in given)
     assert deadline is not None
     if left > 1.0:
-        assert found.expanded == 1
+        assert result.expanded == 1
         assert deadline < now + 10.0
         assert context.notes == []
     else:
-        assert found.expanded == 0
+        assert result.expanded == 0
         assert deadline == limits.deadline
         assert "no time for the agent" in context.notes[0]
 

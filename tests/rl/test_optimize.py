@@ -53,32 +53,32 @@ def small_agent(path: Path, rules: int = 40) -> Path:
 
 @pytest.mark.parametrize("name", ["resnext50", "bert-classifier", "squeezenet"])
 def test_the_shipped_agent_is_no_worse_than_greedy(name: str) -> None:
-    found, greedy = optimize(name), optimize(name, search="greedy")
-    assert found.report.search == "xrlflow"
-    assert found.report.cost_after <= greedy.report.cost_after * (1 + 1e-9)
+    result, greedy = optimize(name), optimize(name, search="greedy")
+    assert result.report.search == "xrlflow"
+    assert result.report.cost_after <= greedy.report.cost_after * (1 + 1e-9)
 
 
 def test_the_result_computes_the_same_and_replays(tmp_path: Path) -> None:
-    found = optimize("resnext50", verify=True)
-    assert not found.returned_original
-    assert found.report.verified
-    found.save_trace(tmp_path / "trace.json")
+    result = optimize("resnext50", verify=True)
+    assert not result.returned_original
+    assert result.report.verified
+    result.save_trace(tmp_path / "trace.json")
     again = optimize("resnext50", replay=tmp_path / "trace.json")
-    assert again.graph.fingerprint == found.graph.fingerprint
-    assert optimize("resnext50").trace == found.trace  # of the same seed
+    assert again.graph.fingerprint == result.graph.fingerprint
+    assert optimize("resnext50").trace == result.trace  # of the same seed
 
 
 def test_an_agent_of_fewer_rules_is_extended(tmp_path: Path) -> None:
-    found = optimize("resnext50", agent=small_agent(tmp_path / "agent.safetensors"))
-    assert found.report.cost_after < found.report.cost_before
+    result = optimize("resnext50", agent=small_agent(tmp_path / "agent.safetensors"))
+    assert result.report.cost_after < result.report.cost_before
 
 
 def test_training_on_the_model_is_told(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    found = optimize(
+    result = optimize(
         "squeezenet", agent=small_agent(tmp_path / "agent.safetensors"), train_steps=20, budget=30
     )
-    assert any("trained on this model for" in note for note in found.report.notes)
+    assert any("trained on this model for" in note for note in result.report.notes)
     assert torch.get_num_threads() == threads
 
 
@@ -98,9 +98,9 @@ def test_training_has_half_of_the_limit_and_the_search_its_part_of_the_rest(
 
     def training(*args: Any, deadline: float, **options: Any) -> Any:
         given["trained"] = deadline
-        found = train(*args, deadline=deadline, **options)
+        result = train(*args, deadline=deadline, **options)
         time.sleep(1.0)
-        return found
+        return result
 
     def sharing(clock: Clock) -> None:
         given["over"] = time.monotonic()
@@ -109,8 +109,8 @@ def test_training_has_half_of_the_limit_and_the_search_its_part_of_the_rest(
     def searching(function: Any) -> Any:
         def search(state: Any, cost: float, limits: Limits, *args: Any, **options: Any) -> SearchResult:
             given[function.__name__] = limits.deadline
-            found: SearchResult = function(state, cost, limits, *args, **options)
-            return found
+            result: SearchResult = function(state, cost, limits, *args, **options)
+            return result
 
         return search
 
@@ -161,10 +161,10 @@ def test_training_by_slow_prices_ends_in_time(monkeypatch: pytest.MonkeyPatch) -
         return timely
 
     monkeypatch.setattr("xrlflow.pipeline.explore.in_time", in_time)
-    found = optimize("squeezenet", train_steps=200)
+    result = optimize("squeezenet", train_steps=200)
     assert len(priced) == 21
-    assert "the agent did not learn: there was no time for an iteration (--time-limit)" in found.report.notes
-    assert found.report.cost_after < found.report.cost_before
+    assert "the agent did not learn: there was no time for an iteration (--time-limit)" in result.report.notes
+    assert result.report.cost_after < result.report.cost_before
 
 
 def spoiled(path: Path) -> Path:
@@ -241,10 +241,10 @@ def test_without_time_for_the_agent_there_is_what_greedy_finds(monkeypatch: pyte
         return SearchResult(start, (start,), 0, 0, 0.0, False)
 
     monkeypatch.setattr("xrlflow.rl.strategy.agent_search", nothing)
-    found, greedy = optimize("resnext50"), optimize("resnext50", search="greedy")
-    assert not found.returned_original
-    assert found.trace == greedy.trace
-    assert any("greedy search found a better graph" in note for note in found.report.notes)
+    result, greedy = optimize("resnext50"), optimize("resnext50", search="greedy")
+    assert not result.returned_original
+    assert result.trace == greedy.trace
+    assert any("greedy search found a better graph" in note for note in result.report.notes)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,9 @@ def test_ctrl_c_while_the_agent_is_loaded_keeps_what_greedy_found(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(moment, interrupted)
-    found = optimize("resnext50", search=search)
-    assert found.trace == optimize("resnext50", search="greedy").trace
-    assert any("interrupted" in note for note in found.report.notes)
+    result = optimize("resnext50", search=search)
+    assert result.trace == optimize("resnext50", search="greedy").trace
+    assert any("interrupted" in note for note in result.report.notes)
 
 
 @pytest.mark.parametrize(("search", "steps"), [("rlflow", 0), ("xrlflow", 5), ("mcts", 5)])
@@ -273,7 +273,7 @@ def test_an_agent_has_nothing_to_learn_where_nothing_can_be_done(
 ) -> None:
     proto = model("agraph (float[2,3] x) => (float[2,3] y) { y = Relu(x) }")
     agent = small_agent(tmp_path / "agent.safetensors")
-    found = xrlflow.optimize(
+    result = xrlflow.optimize(
         proto, search=search, agent=agent, train_steps=steps, cost=Roofline(), measure=False, threads=1
     )
-    assert found.returned_original
+    assert result.returned_original

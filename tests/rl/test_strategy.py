@@ -145,12 +145,12 @@ def test_a_policy_that_knows_nothing_is_no_worse_than_greedy(name: str) -> None:
     result = agent_search(state, initial, Limits(150), Scripted(words), Featuriser(words, cost))
     assert result.best.cost <= greedy(state, initial, Limits()).best.cost * (1 + 1e-9)
     # The modelled cost is that of the graph, and the trace leads there.
-    for found in (result.best, *result.shortlist):
-        assert np.isclose(found.cost, cost.cost(found.state.graph), rtol=1e-9)
-        states = [state, *replay(state, found.trace)]
-        assert states[-1].fingerprint == found.state.fingerprint
-        assert found.state.delta is state.delta
-        assert found.state.graph.node_count <= 2 * graph.node_count
+    for item in (result.best, *result.shortlist):
+        assert np.isclose(item.cost, cost.cost(item.state.graph), rtol=1e-9)
+        states = [state, *replay(state, item.trace)]
+        assert states[-1].fingerprint == item.state.fingerprint
+        assert item.state.delta is state.delta
+        assert item.state.graph.node_count <= 2 * graph.node_count
     assert result.best.cost == min(f.cost for f in result.shortlist)
     assert len({f.families for f in result.shortlist}) == len(result.shortlist)
 
@@ -230,7 +230,7 @@ def test_the_policy_decides_what_is_tried_first() -> None:
     proto = valleys(1, relus=3, distractors=6)
     cost, knowing = effort(proto, PushAndDouble=6.0, CancelTransposes=6.0)
     others = [effort(proto), effort(proto, Double=6.0)]
-    assert {cost} == {found for found, _ in others}  # doubt finds the way in the end
+    assert {cost} == {item for item, _ in others}  # doubt finds the way in the end
     assert all(states > knowing for _, states in others), (knowing, others)
 
 

@@ -38,9 +38,9 @@ def environment(*names: str, horizon: int = 100) -> RewriteEnv[SuccessorData]:
 
 def operators(graph: Graph) -> Counter[int]:
     numbers, _, _ = WORDS.numbers()
-    found = Counter(numbers.get(n.op, UNKNOWN) for n in graph.nodes())
-    found[numbers[INPUT]] += len(graph.inputs)
-    return found
+    result = Counter(numbers.get(n.op, UNKNOWN) for n in graph.nodes())
+    result[numbers[INPUT]] += len(graph.inputs)
+    return result
 
 
 def test_each_successor_is_a_graph_and_the_last_is_the_current_one() -> None:

@@ -108,10 +108,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     second, log = run(stopped)
     assert not second.interrupted
     assert [step for step, _ in log.told] == [3, 4]
-    expected, found = state_of(whole), state_of(stopped)
-    assert expected.keys() == found.keys()
+    expected, result = state_of(whole), state_of(stopped)
+    assert expected.keys() == result.keys()
     for name, tensor in expected.items():
-        assert torch.equal(tensor, found[name]), name
+        assert torch.equal(tensor, result[name]), name
     assert same(Agent.load(whole), Agent.load(stopped))
 
 
@@ -272,7 +272,7 @@ def iterations_of(path: Path) -> int:
 
 def processes_of(session: int) -> list[int]:
     """The processes of a session that are alive; in its group the resource tracker is too."""
-    found = []
+    result = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -280,8 +280,8 @@ def processes_of(session: int) -> list[int]:
             except OSError:
                 continue
             if int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+                result.append(int(entry.name))
+    return result
 
 
 def test_files_are_simplified_and_priced(tmp_path: Path) -> None:

@@ -124,11 +124,11 @@ def test_what_is_worth_something_depends_on_the_objective() -> None:
 
 def test_workers_share_the_problems_of_an_evaluation() -> None:
     worker = here(replace(SETUP, make=Valleys(held_out=())))
-    found = []
+    result = []
     for first in range(2):
         worker.begin(Evaluate(PARAMETERS, first, 2))
-        found.append([o.problem for o in worker.outcomes()])
-    assert found == [["valley 256"], ["valley 384"]]
+        result.append([o.problem for o in worker.outcomes()])
+    assert result == [["valley 256"], ["valley 384"]]
 
 
 def test_shared_gradients_are_those_of_all_steps_together() -> None:

@@ -69,11 +69,11 @@ def agent(seed: int = 0) -> Agent:
 
 def problems(relus: tuple[int, ...] = (1, 2)) -> tuple[list[Problem], Featuriser]:
     featuriser = Featuriser(WORDS, Roofline())
-    found = []
+    valley_problems = []
     for count in relus:
         graph = load(valleys(1, count, distractors=1)).graph
-        found.append(Problem.of(f"valley {count}", graph, LIBRARY, PRICES, featuriser.pricing))
-    return found, featuriser
+        valley_problems.append(Problem.of(f"valley {count}", graph, LIBRARY, PRICES, featuriser.pricing))
+    return valley_problems, featuriser
 
 
 def test_the_likelihood_of_a_forecast_is_that_of_its_mixture() -> None:
@@ -99,9 +99,9 @@ def test_the_likelihood_of_a_forecast_is_that_of_its_mixture() -> None:
 
 
 def test_the_truth_counts_candidates_by_rule() -> None:
-    found, featuriser = problems((2,))
+    valley_problems, featuriser = problems((2,))
     learner = Learner(agent(), SMALL)
-    observation, _ = RewriteEnv(found, featuriser, ENV).reset(seed=0)
+    observation, _ = RewriteEnv(valley_problems, featuriser, ENV).reset(seed=0)
     seen, rule = learner.embed([observation, observation])
     truth = Truth.of(seen, rule, learner.world.config.rules)
     numbers = np.bincount(observation.rule, minlength=learner.world.config.rules)
@@ -114,8 +114,8 @@ def test_the_truth_counts_candidates_by_rule() -> None:
 
 
 def test_chunks_are_parts_of_plays() -> None:
-    found, featuriser = problems()
-    plays = explore(agent(), found, featuriser, 60, seed=1, config=ENV)
+    valley_problems, featuriser = problems()
+    plays = explore(agent(), valley_problems, featuriser, 60, seed=1, config=ENV)
     assert sum(map(len, plays)) >= 60
     for chunk in chunks(plays, 3, 50, np.random.default_rng(0)):
         assert 1 <= chunk.length <= 3
@@ -126,12 +126,12 @@ def test_chunks_are_parts_of_plays() -> None:
 
 
 def test_plays_record_what_the_engine_saved() -> None:
-    found, featuriser = problems()
-    plays = explore(agent(), found, featuriser, 40, seed=2, config=ENV)
-    again = explore(agent(), found, featuriser, 40, seed=2, config=ENV)
+    valley_problems, featuriser = problems()
+    plays = explore(agent(), valley_problems, featuriser, 40, seed=2, config=ENV)
+    again = explore(agent(), valley_problems, featuriser, 40, seed=2, config=ENV)
     assert [p.actions for p in plays] == [p.actions for p in again]
     for one in plays:
-        problem = next(p for p in found if p.name == one.problem)
+        problem = next(p for p in valley_problems if p.name == one.problem)
         env = RewriteEnv([problem], featuriser, ENV)
         _, info = env.reset(seed=0)
         initial = info["cost"]
@@ -144,10 +144,10 @@ def test_plays_record_what_the_engine_saved() -> None:
 
 @pytest.mark.whole
 def test_it_learns_which_rules_apply_and_what_steps_save() -> None:
-    found, featuriser = problems()
+    valley_problems, featuriser = problems()
     learner = Learner(agent(), SMALL)
-    plays = explore(learner.agent, found, featuriser, 300, seed=0, config=ENV)
-    others = explore(learner.agent, found, featuriser, 80, seed=9, config=ENV)
+    plays = explore(learner.agent, valley_problems, featuriser, 300, seed=0, config=ENV)
+    others = explore(learner.agent, valley_problems, featuriser, 80, seed=9, config=ENV)
     before = errors(learner, others, (1, 3))
     first = learner.learn(plays, 20)
     learner.learn(plays, 400)
@@ -164,9 +164,9 @@ def test_it_learns_which_rules_apply_and_what_steps_save() -> None:
 
 
 def test_the_encoder_learns_with_the_world_model() -> None:
-    found, featuriser = problems()
+    valley_problems, featuriser = problems()
     learner = Learner(agent(), SMALL)
-    plays = explore(learner.agent, found, featuriser, 40, seed=0, config=ENV)
+    plays = explore(learner.agent, valley_problems, featuriser, 40, seed=0, config=ENV)
     before = {n: p.detach().clone() for n, p in learner.agent.named_parameters()}
     learner.learn(plays, 2)
     moved = {n for n, p in learner.agent.named_parameters() if not torch.equal(p, before[n])}
@@ -175,9 +175,9 @@ def test_the_encoder_learns_with_the_world_model() -> None:
 
 
 def test_a_dream_calls_no_engine_and_is_the_same_for_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, featuriser = problems()
+    valley_problems, featuriser = problems()
     learner = Learner(agent(), SMALL)
-    plays = explore(learner.agent, found, featuriser, 40, seed=0, config=ENV)
+    plays = explore(learner.agent, valley_problems, featuriser, 40, seed=0, config=ENV)
     learner.learn(plays, 20)
     with torch.no_grad():
         starts, _ = learner.embed([p.observations[0] for p in plays])
@@ -205,11 +205,11 @@ def test_a_dream_calls_no_engine_and_is_the_same_for_the_same_seed(monkeypatch: 
 @pytest.mark.whole
 def test_an_agent_that_dreamt_crosses_the_valley() -> None:
     """Each step into the valley is a loss. The engine is asked for 400 steps; the policy learns in dreams."""
-    found, featuriser = problems((1,))
+    valley_problems, featuriser = problems((1,))
     dreamer = agent(3)
     learner = Learner(dreamer, replace(SMALL, updates=150))
-    plays = train_world_model(learner, found, featuriser, steps=400, rounds=4)
-    outcome = play(dreamer, found, featuriser, ENV)[0]
+    plays = train_world_model(learner, valley_problems, featuriser, steps=400, rounds=4)
+    outcome = play(dreamer, valley_problems, featuriser, ENV)[0]
     assert outcome.best < 0.9 * outcome.initial
     # In dreams actions are drawn, so that some end early.
     saved = 1 - outcome.best / outcome.initial
@@ -218,7 +218,7 @@ def test_an_agent_that_dreamt_crosses_the_valley() -> None:
 
 
 def test_figures_for_a_log_are_those_of_plays_that_were_not_learned_from() -> None:
-    found, featuriser = problems((1,))
+    valley_problems, featuriser = problems((1,))
     watched: list[tuple[int, dict[str, float]]] = []
 
     def watch(learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
@@ -227,7 +227,7 @@ def test_figures_for_a_log_are_those_of_plays_that_were_not_learned_from() -> No
 
     logged: list[dict[str, float]] = []
     plays = train_world_model(
-        Learner(agent(), replace(SMALL, dreams=1)), found, featuriser, steps=60, rounds=3,
+        Learner(agent(), replace(SMALL, dreams=1)), valley_problems, featuriser, steps=60, rounds=3,
         watch=watch, progress=lambda known, number, learner: logged.append(dict(known)),
     )  # fmt: skip
     assert sum(steps for steps, _ in watched) == sum(map(len, plays))
@@ -394,26 +394,26 @@ def test_a_world_model_learns_about_new_rules_and_keeps_what_it_knows_of_others(
 
 
 def test_an_encoder_that_stays_as_it_is() -> None:
-    found, featuriser = problems()
+    valley_problems, featuriser = problems()
     config = replace(SMALL, encoder=False, dreams=0)
     dreamer = agent()
     before = {name: p.clone() for name, p in dreamer.named_parameters()}
     learner = Learner(dreamer, config)
-    train_world_model(learner, found, featuriser, steps=60, rounds=1)
+    train_world_model(learner, valley_problems, featuriser, steps=60, rounds=1)
     assert all(torch.equal(p, before[name]) for name, p in dreamer.named_parameters())
     fresh = Learner(agent(), config)
-    others = explore(dreamer, found, featuriser, 40, seed=9, config=ENV)
+    others = explore(dreamer, valley_problems, featuriser, 40, seed=9, config=ENV)
     assert errors(learner, others, (1,))[0].saving < errors(fresh, others, (1,))[0].saving
 
 
 @pytest.mark.whole
 def test_a_plan_in_latents_crosses_the_valley_that_the_policy_does_not() -> None:
     """The world model has learned the valley; the heads are those of a random agent, which stops at once."""
-    found, featuriser = problems((1,))
+    valley_problems, featuriser = problems((1,))
     learner = Learner(agent(), SMALL)
-    learner.learn(explore(learner.agent, found, featuriser, 300, seed=0, config=ENV), 450)
+    learner.learn(explore(learner.agent, valley_problems, featuriser, 300, seed=0, config=ENV), 450)
     planner = Planner(learner.agent, learner.world, PlanConfig(simulations=64, depth=6), seed=0)
-    env = RewriteEnv(found, featuriser, ENV)
+    env = RewriteEnv(valley_problems, featuriser, ENV)
     observation, info = env.reset(seed=0)
     initial = info["cost"]
     for _ in range(4):
@@ -422,7 +422,7 @@ def test_a_plan_in_latents_crosses_the_valley_that_the_policy_does_not() -> None
         observation, _, terminated, truncated, info = env.step(planner.plan(seen))
         if terminated or truncated:
             break
-    assert play(learner.agent, found, featuriser, ENV)[0].best == initial
+    assert play(learner.agent, valley_problems, featuriser, ENV)[0].best == initial
     assert info["best"] < 0.9 * initial
 
 
@@ -433,26 +433,26 @@ def test_there_is_nothing_to_learn_where_nothing_can_be_done() -> None:
     hopeless = Problem.of("nothing", graph, Library(VALLEYS[:1]), PRICES, featuriser.pricing)
     with pytest.raises(TrainingError, match="nothing to learn"):
         explore(agent(), [hopeless, hopeless], featuriser, 5, seed=0, config=ENV)
-    found, _ = problems((1,))
-    plays = explore(agent(), [hopeless, *found], featuriser, 20, seed=0, config=ENV)
-    assert {p.problem for p in plays} == {found[0].name}
+    valley_problems, _ = problems((1,))
+    plays = explore(agent(), [hopeless, *valley_problems], featuriser, 20, seed=0, config=ENV)
+    assert {p.problem for p in plays} == {valley_problems[0].name}
 
 
 @pytest.mark.parametrize(("deadline", "expected"), [(0.0, 1), (math.inf, 60)])
 def test_an_episode_ends_at_the_deadline(deadline: float, expected: int) -> None:
-    found, featuriser = problems()
-    plays = explore(agent(), found, featuriser, 60, seed=0, config=ENV, deadline=deadline)
+    valley_problems, featuriser = problems()
+    plays = explore(agent(), valley_problems, featuriser, 60, seed=0, config=ENV, deadline=deadline)
     assert all(len(p.observations) == len(p) + 1 for p in plays)
     steps = sum(map(len, plays))
     assert steps == 1 if expected == 1 else steps >= expected
 
 
 def test_a_deadline_cuts_a_round_short() -> None:
-    found, featuriser = problems((1,))
+    valley_problems, featuriser = problems((1,))
     rounds: list[int] = []
     begin = time.monotonic()
     plays = train_world_model(
-        Learner(agent(), replace(SMALL, updates=10**6)), found, featuriser, steps=10**6,
+        Learner(agent(), replace(SMALL, updates=10**6)), valley_problems, featuriser, steps=10**6,
         deadline=begin + 0.5, progress=lambda figures, number, learner: rounds.append(number),
     )  # fmt: skip
     assert rounds == [0]
@@ -505,9 +505,9 @@ def test_a_run_without_a_world_model_is_not_overwritten_unasked(tmp_path: Path) 
 
 
 def test_no_states_are_embedded_for_dreams_that_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, featuriser = problems((1,))
+    valley_problems, featuriser = problems((1,))
     learner = Learner(agent(), replace(SMALL, dreams=3), 0)
-    plays = explore(learner.agent, found, featuriser, 5, seed=0, config=ENV)
+    plays = explore(learner.agent, valley_problems, featuriser, 5, seed=0, config=ENV)
     begun: list[int] = []
     start = learner.start
     monkeypatch.setattr(learner, "start", lambda given: begun.append(0) or start(given))
@@ -563,10 +563,10 @@ def test_ctrl_c_before_the_first_round_keeps_the_agent_that_was_there(
         world_path(output).write_bytes(b"its world model")
     monkeypatch.setattr("xrlflow.rl.world_model.learning.explore", interrupt)
     asked = ["train", str(proto), "-o", str(output), "--world-model", "--restart"]
-    said = CliRunner().invoke(app, asked)
-    assert said.exit_code == 0, said.output
-    assert "no world model" not in said.output
-    assert "go on" not in said.output
+    outcome = CliRunner().invoke(app, asked)
+    assert outcome.exit_code == 0, outcome.output
+    assert "no world model" not in outcome.output
+    assert "go on" not in outcome.output
     if earlier:
         assert (output.read_bytes(), world_path(output).read_bytes()) == (b"an agent", b"its world model")
     else:
@@ -591,12 +591,12 @@ def test_it_is_said_that_no_round_was_better(tmp_path: Path, monkeypatch: pytest
 
         monkeypatch.setattr(workers, "play", steadily)
         asked = ["train", str(proto), "-o", str(output), "--world-model", "--restart", "--iterations", "1"]
-        said = CliRunner().invoke(app, [*asked, "--steps", "5", "--horizon", "6"])
-        assert said.exit_code == 0, said.output
+        outcome = CliRunner().invoke(app, [*asked, "--steps", "5", "--horizon", "6"])
+        assert outcome.exit_code == 0, outcome.output
         assert Agent.load(output)
         assert world_path(output).exists() == saved
         line = f"{output} has no world model: no round was better than the beginning"
-        assert (line in said.output.splitlines()) != saved
+        assert (line in outcome.output.splitlines()) != saved
 
 
 @pytest.mark.usefixtures("brief_learning")

@@ -23,8 +23,8 @@ def test_every_planted_step_is_found(n: int) -> None:
 
 def test_with_several_breaking_steps_one_of_them_is_named() -> None:
     wrong = {3, 4, 9, 10, 11, 12}  # broken by step 2, repaired by step 4, broken by step 8
-    found = blame(lambda k: k, 12, lambda k: k not in wrong)
-    assert found in (2, 8)
+    result = blame(lambda k: k, 12, lambda k: k not in wrong)
+    assert result in (2, 8)
 
 
 def test_what_no_step_caused_is_not_blamed_on_one() -> None:

@@ -74,16 +74,16 @@ def test_loading_and_runs_are_ended() -> None:
 
 def test_without_time_for_the_original_nothing_is_known() -> None:
     with deadline.within(past()):
-        found = Reference.of(RELU).check(RELU)
-    assert found.status is Status.NOT_COMPARABLE
-    assert found.reason == "there was no time to run the original"
+        verification = Reference.of(RELU).check(RELU)
+    assert verification.status is Status.NOT_COMPARABLE
+    assert verification.reason == "there was no time to run the original"
 
 
 def test_without_time_for_the_new_model_it_is_not_verified() -> None:
     reference = Reference.of(RELU)
     with deadline.within(past()):
-        found = reference.check(RELU)
-    assert (found.status, found.reason) == (
+        verification = reference.check(RELU)
+    assert (verification.status, verification.reason) == (
         Status.NOT_COMPARABLE,
         "there was no time to run the new model",
     )
@@ -93,22 +93,22 @@ def test_one_case_is_compared_and_the_others_are_named(over_after: Callable[[int
     reference = Reference.of(RELU)
     assert len(reference.cases) > 3
     over_after(0)
-    found = reference.check(RELU)
-    assert found.verified
-    assert found.cases < len(reference.cases)
-    assert len(found.bindings) < len(reference.bindings) + len(reference.empty)
-    assert "there was no time" in found.left_out[-1]
+    verification = reference.check(RELU)
+    assert verification.verified
+    assert verification.cases < len(reference.cases)
+    assert len(verification.bindings) < len(reference.bindings) + len(reference.empty)
+    assert "there was no time" in verification.left_out[-1]
 
 
 def test_the_original_runs_on_fewer_cases(over_after: Callable[[int], None]) -> None:
     usual = Reference.of(RELU)
     over_after(0)
-    found = Reference.of(RELU)
-    assert 0 < len(found.cases) < len(usual.cases)
-    assert "other sizes (there was no time)" in found.left_out
-    assert "not compared with a dimension of 0: there was no time" in found.notes
-    assert "there was no time for the float64 evaluation" in found.notes
-    assert not found.empty
+    reference = Reference.of(RELU)
+    assert 0 < len(reference.cases) < len(usual.cases)
+    assert "other sizes (there was no time)" in reference.left_out
+    assert "not compared with a dimension of 0: there was no time" in reference.notes
+    assert "there was no time for the float64 evaluation" in reference.notes
+    assert not reference.empty
 
 
 def test_a_difference_without_time_to_look_at_it_again_is_no_verdict(
@@ -117,9 +117,9 @@ def test_a_difference_without_time_to_look_at_it_again_is_no_verdict(
     reference = Reference.of(RELU)
     assert reference.check(DOUBLED).status is Status.FAILED
     over_after(0)
-    found = reference.check(DOUBLED)
-    assert found.status is Status.NOT_COMPARABLE
-    assert found.reason.startswith("there was no time to decide whether this is rounding")
+    verification = reference.check(DOUBLED)
+    assert verification.status is Status.NOT_COMPARABLE
+    assert verification.reason.startswith("there was no time to decide whether this is rounding")
 
 
 # --- inputs for measurements ---
@@ -189,8 +189,8 @@ def test_a_mask_that_is_an_index_is_drawn_within_its_table() -> None:
     )
     imported = load(proto)
     with open_model(proto.SerializeToString()) as loaded:
-        found = feeds_for_measurement(imported, run=loaded.run)
-    assert not found["attention_mask"].any()
+        result = feeds_for_measurement(imported, run=loaded.run)
+    assert not result["attention_mask"].any()
 
 
 def test_a_run_apart_has_the_time_that_is_left(tmp_path: Path) -> None:

@@ -214,12 +214,12 @@ BROKEN: dict[str, tuple[onnx.ModelProto, onnx.ModelProto, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_pairs_are_told_apart(name: str) -> None:
     a, b, named = BROKEN[name]
-    found = verify(a, b)
-    assert found.status is Status.FAILED
-    assert not found.verified
-    assert found.failures
-    assert named in found.message()
-    assert found.to_json()["verified"] is False
+    verification = verify(a, b)
+    assert verification.status is Status.FAILED
+    assert not verification.verified
+    assert verification.failures
+    assert named in verification.message()
+    assert verification.to_json()["verified"] is False
     assert verify(a, a).verified, "the original equals itself"
 
 
@@ -324,10 +324,10 @@ RIGHT: dict[str, Callable[[], tuple[onnx.ModelProto, onnx.ModelProto]]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_pairs_pass(name: str) -> None:
     a, b = RIGHT[name]()
-    found = verify(a, b)
-    assert found.verified, found.message()
-    assert found.message().startswith("verified")
-    assert {len(o.row) for o in found.outputs} == {len(HEADERS)}
+    verification = verify(a, b)
+    assert verification.verified, verification.message()
+    assert verification.message().startswith("verified")
+    assert {len(o.row) for o in verification.outputs} == {len(HEADERS)}
 
 
 def criteria(found: Verification) -> set[Criterion]:
@@ -342,8 +342,8 @@ def test_float64_judges_where_it_exists_and_deviation_elsewhere(monkeypatch: pyt
     assert not verify(a, wrong, float64_flops=0).verified
     two = model("g (float[n, 4] x) => (float[n, 4] p, float[n, 4] q) { p = Exp(x)\n q = Tanh(x) }")
     monkeypatch.delitem(SPECS, "Exp")
-    found = verify(two, two)
-    assert [o.judgement.criterion for o in found.outputs] == [Criterion.DEVIATION, Criterion.FLOAT64]
+    verification = verify(two, two)
+    assert [o.judgement.criterion for o in verification.outputs] == [Criterion.DEVIATION, Criterion.FLOAT64]
 
 
 def test_what_float64_showed_of_some_inputs_counts_for_the_others() -> None:
@@ -351,16 +351,16 @@ def test_what_float64_showed_of_some_inputs_counts_for_the_others() -> None:
     only_one = verify(a, b, float64_flops=5e3, samples=4)
     assert only_one.verified, only_one.message()
     reference = Reference.of(a, float64_flops=5e3, samples=4)
-    found = {k.targets[0, ""].criterion for k in reference.cases}
-    assert found == {Criterion.FLOAT64, Criterion.DEVIATION}
+    result = {k.targets[0, ""].criterion for k in reference.cases}
+    assert result == {Criterion.FLOAT64, Criterion.DEVIATION}
     assert not verify(a, b, float64_flops=0).verified, "with no reference at all the rule is the strict one"
 
 
 def test_cancellation_is_no_licence() -> None:
     """Where the original is bad the tolerance is wide, and still has an end."""
     a, b = cancelling()
-    found = verify(a, b)
-    report = found.worst
+    verification = verify(a, b)
+    report = verification.worst
     assert report is not None
     assert 1e-4 < report.judgement.tolerance < 1
     worse = model("g (float[n, 40] x) => (float[n, 40] y) { y = Mul(x, k) }", k=np.float32([3]))
@@ -389,12 +389,12 @@ def test_a_reference_of_something_else_is_not_believed(monkeypatch: pytest.Monke
     wrong = OpSpec("Relu", single(lambda field, attrs, x: x * 1.5), "polynomial")
     monkeypatch.setitem(SPECS, "Relu", wrong)
     a = model("g (float[n, 8] x) => (float[n, 8] y) { y = Relu(x) }")
-    found = verify(
+    verification = verify(
         a, model("g (float[n, 8] x) => (float[n, 8] y) { r = Relu(x)\n y = Mul(r, k) }", k=np.float32([1.1]))
     )
-    assert not found.verified
-    assert criteria(found) == {Criterion.DEVIATION}
-    assert any("not what the original computes" in note for note in found.notes)
+    assert not verification.verified
+    assert criteria(verification) == {Criterion.DEVIATION}
+    assert any("not what the original computes" in note for note in verification.notes)
 
 
 # --- integers ---
@@ -414,9 +414,9 @@ def argmax(weight: np.ndarray, z: np.ndarray = TINY) -> onnx.ModelProto:
 
 def test_integers_may_differ_at_proven_near_ties_only() -> None:
     other = np.float32([[0, 1 + 2e-7, 1, 0.5]])
-    found = verify(argmax(TIED), argmax(other))
-    assert found.verified
-    assert criteria(found) == {Criterion.TIE}
+    verification = verify(argmax(TIED), argmax(other))
+    assert verification.verified
+    assert criteria(verification) == {Criterion.TIE}
     some = np.float32([1e-9])  # with x of 1000 there is no tie
     assert criteria(verify(argmax(TIED, some), argmax(other, some))) == {Criterion.TIE}
     apart = np.float32([[0, 1.001, 1, 0.5]])
@@ -435,9 +435,9 @@ def test_ranks_and_rounding_at_near_ties() -> None:
             k=np.int64([3]),
         )
 
-    found = verify(top(TIED), top(np.float32([[0, 1 + 2e-7, 1, 0.5]])))
-    assert found.verified, found.message()
-    assert Criterion.TIE in criteria(found)
+    verification = verify(top(TIED), top(np.float32([[0, 1 + 2e-7, 1, 0.5]])))
+    assert verification.verified, verification.message()
+    assert Criterion.TIE in criteria(verification)
     assert not verify(top(TIED), top(np.float32([[0.5, 1, 1 + 2e-7, 0]]))).verified
 
     def cast(offset: float, op: str = "t = Identity(s)") -> onnx.ModelProto:
@@ -485,10 +485,10 @@ def test_of_equal_numbers_the_first_is_chosen(s: str) -> None:
 
 def test_random_models_have_a_status_of_their_own() -> None:
     a = model("g (float[n, 4] x) => (float[n, 4] y) { r = RandomNormalLike(x)\n y = Add(x, r) }")
-    found = verify(a, a)
-    assert found.status is Status.NOT_COMPARABLE
-    assert not found.verified
-    assert "RandomNormalLike" in found.message()
+    verification = verify(a, a)
+    assert verification.status is Status.NOT_COMPARABLE
+    assert not verification.verified
+    assert "RandomNormalLike" in verification.message()
     dead = model("g (float[n, 4] x) => (float[n, 4] y) { r = RandomNormalLike(x)\n y = Relu(x) }")
     assert verify(dead, dead).verified
     changed_type = model("g (float[n, 4] x) => (float[n, 5] y) { r = RandomNormalLike(x)\n y = Add(x, r) }")
@@ -512,19 +512,19 @@ def test_an_original_that_cannot_run_is_said_so() -> None:
 def test_the_users_inputs(tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
     np.savez(path, x=normal(3, 16))
-    found = verify(mlp(), mlp(), inputs=path)
-    assert found.verified
-    assert found.cases == 1
-    assert found.bindings == ({"batch": 3},)
+    verification = verify(mlp(), mlp(), inputs=path)
+    assert verification.verified
+    assert verification.cases == 1
+    assert verification.bindings == ({"batch": 3},)
     assert not verify(mlp(), mlp(b1=normal(32, seed=9)), inputs=path).verified
-    for arrays, said in [
+    for arrays, message in [
         ({}, "'x' is missing: expected float"),
         ({"x": normal(3, 16), "z": normal(1)}, "no input 'z'"),
         ({"x": normal(3, 16).astype(np.float64)}, "float64, expected float"),
         ({"x": normal(3, 15)}, r"shape \[3, 15\], expected float\[batch,16\]"),
         ({"x": normal(16)}, "shape"),
     ]:
-        with pytest.raises(BadInputs, match=said):
+        with pytest.raises(BadInputs, match=message):
             verify(mlp(), mlp(), inputs=arrays)
     with pytest.raises(BadInputs, match="no such file"):
         verify(mlp(), mlp(), inputs=tmp_path / "other.npz")
@@ -590,13 +590,13 @@ def test_the_same_seed_gives_the_same_verification() -> None:
 
 
 def test_six_sizes_and_more_values_at_the_first() -> None:
-    found = verify(mlp(), mlp())
-    assert len(found.bindings) >= 6
-    assert {"batch": 1} in found.bindings
-    assert found.bindings[0]["batch"] > 1
-    assert found.cases <= 18, "at most twice the runs that three samples of three sizes are"
+    verification = verify(mlp(), mlp())
+    assert len(verification.bindings) >= 6
+    assert {"batch": 1} in verification.bindings
+    assert verification.bindings[0]["batch"] > 1
+    assert verification.cases <= 18, "at most twice the runs that three samples of three sizes are"
     assert {"values from 0 to 255", "values of 1000", "values from 0 to 1", "values of 0.001"} <= {
-        *found.values
+        *verification.values
     }
     mine = verify(mlp(), mlp(), bindings={"batch": 1})
     assert mine.bindings[0] == {"batch": 1}
@@ -606,22 +606,22 @@ def test_six_sizes_and_more_values_at_the_first() -> None:
 
 
 def test_what_was_run_is_said() -> None:
-    found = verify(mlp(), mlp())
-    assert found.to_json()["bindings"] == [dict(b) for b in found.bindings]
-    assert found.to_json()["values"] == list(found.values)
-    assert found.sizes.startswith("batch=2; batch=3; ")
+    verification = verify(mlp(), mlp())
+    assert verification.to_json()["bindings"] == [dict(b) for b in verification.bindings]
+    assert verification.to_json()["values"] == list(verification.values)
+    assert verification.sizes.startswith("batch=2; batch=3; ")
 
 
 WEIGHTS = {"w1": (16, 32), "b1": (32,), "w2": (32, 8), "b2": (8,)}
 
 
 def test_the_message_names_output_element_and_substitution() -> None:
-    found = verify(mlp(), mlp(b2=changed(normal(8), (5,), 0.5)))
-    text = found.message("step 3, FuseBias")
+    verification = verify(mlp(), mlp(b2=changed(normal(8), (5,), 0.5)))
+    text = verification.message("step 3, FuseBias")
     assert "output 'y'" in text
     assert ",5]: " in text
     assert "FuseBias" in text
-    assert 0.49 < found.max_error < 0.51
+    assert 0.49 < verification.max_error < 0.51
 
 
 def test_a_slice_is_judged_by_its_own_magnitude() -> None:

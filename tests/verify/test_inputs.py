@@ -268,11 +268,11 @@ PICKY = {
 
 @pytest.mark.parametrize("proto", PICKY.values(), ids=PICKY.keys())
 def test_sizes_that_the_original_refuses_are_drawn_again(proto: onnx.ModelProto) -> None:
-    found = verify(proto, proto)
-    assert found.verified
-    assert len(found.bindings) >= 3
-    assert len({tuple(b.values()) for b in found.bindings}) == len(found.bindings)
-    assert all(any(v != 1 for v in b.values()) for b in found.bindings[:3])
+    verification = verify(proto, proto)
+    assert verification.verified
+    assert len(verification.bindings) >= 3
+    assert len({tuple(b.values()) for b in verification.bindings}) == len(verification.bindings)
+    assert all(any(v != 1 for v in b.values()) for b in verification.bindings[:3])
 
 
 def test_sizes_that_leave_nothing_to_compare_are_drawn_again() -> None:
@@ -302,9 +302,9 @@ def test_windows_fit_into_what_they_slide_over() -> None:
 def test_the_users_shapes_are_among_those_tried() -> None:
     proto = model("g (float[n, s] x) => (float[n, s] y) { y = Relu(x) }")
     imported = load(proto, shapes={"x": (4, 21)})
-    found = Reference.of(proto, imported=imported)
-    assert found.bindings[0] == {"n": 4, "s": 21}
-    assert len(found.bindings) == 6
+    reference = Reference.of(proto, imported=imported)
+    assert reference.bindings[0] == {"n": 4, "s": 21}
+    assert len(reference.bindings) == 6
     fixed = load(proto, shapes={"x": (4, 21)}, fix_shapes=True)
     pinned = model("g (float[4, 21] x) => (float[4, 21] y) { y = Relu(x) }")
     assert verify(proto, pinned, imported=fixed).verified
@@ -355,8 +355,8 @@ def test_feeds_for_measurement() -> None:
         if feeds["x"].size % 160:
             raise BackendError("it does not fit")
 
-    found = feeds_for_measurement(load(picky), run=run)
-    assert session.run(None, found)[0].shape[1] == 160
+    result = feeds_for_measurement(load(picky), run=run)
+    assert session.run(None, result)[0].shape[1] == 160
     with pytest.raises(InputsNeeded, match="--inputs"):
         feeds_for_measurement(load(model("g (float[3] x) => (float[3] y) { y = Relu(x) }")), run=run)
 

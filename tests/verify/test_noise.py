@@ -148,9 +148,9 @@ def pooled(
 @pytest.mark.parametrize("budget", [3e10, 0.0])
 def test_a_runtime_that_is_off_is_no_licence(budget: float) -> None:
     """ONNX Runtime's optimiser makes a padding of 0 the pool's own, which is minus infinity."""
-    found = verify(pooled(0.0), pooled(-0.7), float64_flops=budget)
-    assert found.status is Status.FAILED
-    assert any("optimiser changes output 'y'" in note for note in found.notes)
+    verification = verify(pooled(0.0), pooled(-0.7), float64_flops=budget)
+    assert verification.status is Status.FAILED
+    assert any("optimiser changes output 'y'" in note for note in verification.notes)
     same = verify(pooled(0.0), pooled(0.0), float64_flops=budget)
     assert same.verified
     assert any("the new model computes what ONNX Runtime makes of it today" in note for note in same.notes)
@@ -160,9 +160,9 @@ def test_a_runtime_that_is_off_is_no_licence(budget: float) -> None:
 def test_what_the_operators_define_is_right_where_the_runtime_is_off(budget: float) -> None:
     same = "r = Relu(p)\n m = Neg(p)\n s = Relu(m)\n d = Sub(r, s)"
     plain = f"{same}\n q = MaxPool<kernel_shape=[2,2], strides=[2,2]>(d)\n n = Neg(q)"
-    found = verify(pooled(0.0), pooled(0.0, plain), float64_flops=budget)
-    assert found.verified, found.message()
-    assert any("the new model computes what its operators define" in note for note in found.notes)
+    verification = verify(pooled(0.0), pooled(0.0, plain), float64_flops=budget)
+    assert verification.verified, verification.message()
+    assert any("the new model computes what its operators define" in note for note in verification.notes)
 
 
 def test_one_difference_is_noise_only_within_a_limit() -> None:
@@ -199,7 +199,7 @@ def test_halves_are_drawn_only_where_they_decide() -> None:
         {k.case.values.name for k in Reference.of(elementwise(t)).cases}
         for t in ("y = Tanh(x)", "y = Sign(x)")
     ]
-    assert ["halves and zeros of both signs" in found for found in names] == [False, True]
+    assert ["halves and zeros of both signs" in item for item in names] == [False, True]
 
 
 def test_sizes_are_not_moved() -> None:
@@ -214,18 +214,18 @@ def test_sizes_are_not_moved() -> None:
 
 @pytest.mark.parametrize("text", ["y = Mod<fmod=1>(d, k)", "y = Shrink<lambd=0.5>(d)"])
 def test_noise_passes_between_jumps(text: str) -> None:
-    found = noise_of(
+    result = noise_of(
         elementwise(f"a = Add(x, c)\n d = Sub(a, c)\n {text}", c=np.float32(1e5), k=np.float32(9)), X
     )
-    assert 1e-3 < found.max() < 0.1
+    assert 1e-3 < result.max() < 0.1
 
 
 def test_defaults_that_are_not_given_are_known() -> None:
     a = model("g (float[4, 16] x, float[1] c = {1e8}) => (float[4, 16] y) { a = Add(x, c)\n y = Sub(a, c) }")
     assert verify(a, elementwise("y = Identity(x)")).status is Status.FAILED  # another signature
-    found = verify(a, a)
-    assert found.verified
-    assert not any("not fed" in note for note in found.notes)
+    verification = verify(a, a)
+    assert verification.verified
+    assert not any("not fed" in note for note in verification.notes)
 
 
 def test_small_numbers_of_a_half_are_compared() -> None:

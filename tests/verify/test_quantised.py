@@ -72,9 +72,9 @@ def original(a: onnx.ModelProto, feeds: list[dict[str, np.ndarray]] | None = Non
     with opened(raw) as runner:
         given = feeds or [{"x": normal(*shape, seed=i)} for i in (1, 2)]
         samples = [Sample(f, runner.run(f)) for f in given]
-    found = Quantised.of(raw, load(raw), samples, 1e9)
-    assert found is not None
-    return found
+    reference = Quantised.of(raw, load(raw), samples, 1e9)
+    assert reference is not None
+    return reference
 
 
 def renamed(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -123,25 +123,25 @@ FAULTS = {
 def test_a_fault_in_one_layer_is_found(
     fault: str, name: Callable[[onnx.ModelProto], onnx.ModelProto]
 ) -> None:
-    found = judge(net(), name(net(**FAULTS[fault])))
-    assert found.evaluated
-    assert not found.passed
-    assert found.wrong[0].maximum > 0
+    judged = judge(net(), name(net(**FAULTS[fault])))
+    assert judged.evaluated
+    assert not judged.passed
+    assert judged.wrong[0].maximum > 0
 
 
 def test_verification_finds_a_scale_that_is_half_as_large_again() -> None:
     """Once 5 steps of 255 were within the tolerance, since ONNX Runtime itself was far off at another level."""
-    found = verify(net(), net(ws=scaled(5)))
-    assert not found.verified
-    assert "tensor 'q2'" in found.failures[0]
-    assert found.outputs[0].row[-1] == "DIFFERENT"
+    verification = verify(net(), net(ws=scaled(5)))
+    assert not verification.verified
+    assert "tensor 'q2'" in verification.failures[0]
+    assert verification.outputs[0].row[-1] == "DIFFERENT"
 
 
 def test_the_same_model_is_equal() -> None:
-    found = verify(net(), net())
-    assert found.verified
-    assert "3 quantised tensors" in found.notes[-1]
-    assert found.outputs[0].judgement.criterion.value == "layers"
+    verification = verify(net(), net())
+    assert verification.verified
+    assert "3 quantised tensors" in verification.notes[-1]
+    assert verification.outputs[0].judgement.criterion.value == "layers"
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_the_same_model_is_equal() -> None:
 def test_a_model_that_is_only_written_anew_is_equal(
     change: Callable[[onnx.ModelProto], onnx.ModelProto],
 ) -> None:
-    found = judge(net(), change(net()))
-    assert found.passed
-    assert (found.counts.tensors, found.counts.runtime) == (3, 0)
+    judged = judge(net(), change(net()))
+    assert judged.passed
+    assert (judged.counts.tensors, judged.counts.runtime) == (3, 0)
 
 
 # --- ties ---
@@ -179,10 +179,10 @@ def test_a_tie_that_falls_the_other_way_is_no_difference() -> None:
     """5 * 0.1 is above 0.5, and 0.5 in float32, as 5 / 10 is: whole outputs differ by 50."""
     x = {"x": np.arange(64, dtype=np.float32) * 5}
     for other in (TIES.replace("Mul(x, tenth)", "Div(x, ten)"), TIES):
-        found = judge(ties(), ties(other), [x])
-        assert found.passed, found.failures
-        assert found.counts.ties > 0
-        assert "within one step at rounding ties" in str(found.counts)
+        judged = judge(ties(), ties(other), [x])
+        assert judged.passed, judged.failures
+        assert judged.counts.ties > 0
+        assert "within one step at rounding ties" in str(judged.counts)
 
 
 def test_one_step_away_from_a_tie_is_a_difference() -> None:
@@ -455,9 +455,9 @@ def dynamic(text: str = DYNAMIC, **replaced: np.ndarray) -> onnx.ModelProto:
 
 
 def test_dynamic_quantisation() -> None:
-    found = judge(dynamic(), dynamic())
-    assert found.passed
-    assert found.counts.tensors == 6
+    judged = judge(dynamic(), dynamic())
+    assert judged.passed
+    assert judged.counts.tensors == 6
     for fault in ({"v": -drawn(8, 8)}, {"u": np.int8(1)}, {"ws": np.float32(0.011)}):
         assert not judge(dynamic(), dynamic(**fault)).passed
 
@@ -470,15 +470,15 @@ def test_a_fused_dynamic_product_shows_its_quantised_numbers() -> None:
 
 def test_a_fused_dynamic_product_may_differ_as_much_as_the_original_from_itself() -> None:
     """As a whole, ONNX Runtime fuses products that a copy with shown tensors keeps apart, and a tie falls otherwise."""
-    found = original(dynamic())
-    (sample, *_), y = [m.sample for m in found._meanings], Difference("y", 0.0, 1, 48, True)
+    result = original(dynamic())
+    (sample, *_), y = [m.sample for m in result._meanings], Difference("y", 0.0, 1, 48, True)
     moved = perturbed_constants(dynamic(), 0)
     with opened(moved) as runner:
         least = float(np.abs(runner.run(sample.feeds)[0] - sample.outputs[0]).max())
     assert 0 < least < 1e-2
-    assert found._varies_as_much(sample, [replace(y, maximum=least)])
-    assert not found._varies_as_much(sample, [replace(y, maximum=1.0)])
-    assert not found._varies_as_much(sample, [replace(y, maximum=least, floats=False)])
+    assert result._varies_as_much(sample, [replace(y, maximum=least)])
+    assert not result._varies_as_much(sample, [replace(y, maximum=1.0)])
+    assert not result._varies_as_much(sample, [replace(y, maximum=least, floats=False)])
     fixed = original(net())
     assert not fixed._varies_as_much(fixed._meanings[0].sample, [replace(y, maximum=0.0)])
 
@@ -495,8 +495,8 @@ class Shifted:
 
 
 def test_a_copy_that_shows_tensors_may_round_its_floats_otherwise() -> None:
-    found = original(dynamic())
-    meaning = found._meanings[0]
+    result = original(dynamic())
+    meaning = result._meanings[0]
     with opened(meaning.showing(cut=False)) as shown, opened(meaning.showing(cut=True)) as cut:
         for by, explained in ((0.0, True), (2.0**-22, True), (0.01, False)):
             whole = [meaning.sample.outputs[0] * np.float32(1 + by)]
@@ -508,7 +508,7 @@ def test_a_whole_may_differ_where_the_original_varies_as_much(
     monkeypatch: pytest.MonkeyPatch, varies: bool
 ) -> None:
     raw = dynamic().SerializeToString()
-    found, real = original(dynamic()), Quantised._opened
+    result, real = original(dynamic()), Quantised._opened
 
     def shifting(self: Quantised, model: object, optimized: bool = True) -> object:
         inner = real(self, model, optimized)
@@ -516,7 +516,7 @@ def test_a_whole_may_differ_where_the_original_varies_as_much(
 
     monkeypatch.setattr(Quantised, "_opened", shifting)
     monkeypatch.setattr(Quantised, "_varies_as_much", lambda self, sample, apart: varies)
-    assert found.judge(raw).passed is varies
+    assert result.judge(raw).passed is varies
 
 
 @contextmanager
@@ -597,26 +597,26 @@ def soft(middle: str = "m = Softmax<axis = -1>(d)") -> onnx.ModelProto:
 
 def test_what_the_runtime_makes_of_the_original_is_right_too() -> None:
     """ONNX Runtime's kernel of a quantised Softmax is off by one step where no tie is near."""
-    found = original(soft())
-    varies, differs = found.notes
+    result = original(soft())
+    varies, differs = result.notes
     assert "the original's own results vary by up to 0.0039" in varies
     assert "does not compute what the original means: it differs in 1 of 3 quantised tensors" in differs
     assert "'q2' by up to 1 step" in differs
     assert differs.endswith("with its optimisations off it computes what is meant")
-    same = found.judge(soft().SerializeToString())
+    same = result.judge(soft().SerializeToString())
     assert same.passed
     assert same.counts.runtime > 0
     assert "as ONNX Runtime computes the original" in str(same.counts)
-    right = found.judge(soft(SPELT).SerializeToString())
+    right = result.judge(soft(SPELT).SerializeToString())
     assert right.passed, right.failures
     assert right.counts.runtime == 0
 
 
 def test_what_is_neither_is_wrong() -> None:
     """The new model has the meaning of the original, and runs as the runtime makes it, which the original does not."""
-    found = judge(soft(SPELT), soft())
-    assert found.evaluated
-    assert "computes neither what is meant nor what it makes of the original" in found.failures[0]
+    judged = judge(soft(SPELT), soft())
+    assert judged.evaluated
+    assert "computes neither what is meant nor what it makes of the original" in judged.failures[0]
 
 
 def saturated(runner: object, meaning: quantised.Meaning) -> dict[str, np.ndarray]:
@@ -630,19 +630,19 @@ _RUN = quantised._run
 def test_saturation_is_no_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime that loses what is above 40: a new model may do the same, or be right, and nothing else."""
     monkeypatch.setattr(quantised, "_run", saturated)
-    found = original(net())
-    (note,) = found.notes
+    result = original(net())
+    (note,) = result.notes
     assert "'q2' by up to" in note
-    assert found.judge(net().SerializeToString()).counts.runtime > 0
-    assert not found.judge(net(ws=scaled(5)).SerializeToString()).passed
+    assert result.judge(net().SerializeToString()).counts.runtime > 0
+    assert not result.judge(net(ws=scaled(5)).SerializeToString()).passed
     monkeypatch.setattr(quantised, "_run", _RUN)
-    right = found.judge(net().SerializeToString())
+    right = result.judge(net().SerializeToString())
     assert right.passed
     assert right.counts.runtime == 0
     monkeypatch.setattr(
         quantised, "_run", lambda r, m: {n: a // 2 if n == "q2" else a for n, a in _RUN(r, m).items()}
     )
-    assert not found.judge(net().SerializeToString()).passed
+    assert not result.judge(net().SerializeToString()).passed
 
 
 def test_a_runtime_may_do_with_other_bytes_what_it_does_today(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -655,10 +655,10 @@ def test_a_runtime_may_do_with_other_bytes_what_it_does_today(monkeypatch: pytes
             for n, a in _RUN(r, m).items()
         },
     )
-    found = original(signed())
-    assert found.judge(pool(AGAIN).SerializeToString()).counts.runtime > 0
+    result = original(signed())
+    assert result.judge(pool(AGAIN).SerializeToString()).counts.runtime > 0
     limit = 30
-    assert not found.judge(pool(AGAIN).SerializeToString()).passed
+    assert not result.judge(pool(AGAIN).SerializeToString()).passed
 
 
 def test_the_note_names_the_option_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -691,9 +691,9 @@ def test_what_the_runtime_makes_of_the_whole_model_counts() -> None:
     with opened(merged.SerializeToString()) as a, opened(apart.SerializeToString()) as b:
         assert (a.run(x[0])[0] != b.run(x[0])[0]).any()
     assert judge(merged, apart, x).passed
-    found = judge(apart, merged, x)
-    assert found.evaluated
-    assert "makes something else of the whole model than of its parts" in found.failures[0]
+    judged = judge(apart, merged, x)
+    assert judged.evaluated
+    assert "makes something else of the whole model than of its parts" in judged.failures[0]
 
 
 # --- what is judged, and what is not ---
@@ -716,10 +716,10 @@ inside (float[16] x, bool c) => (float[16] y) {
 
 def test_bodies_are_not_cut() -> None:
     proto = model(INSIDE, s=np.float32(0.02), z=np.uint8(128))
-    found = verify(proto, proto)
-    assert found.verified
+    verification = verify(proto, proto)
+    assert verification.verified
     note = "not judged layer by layer: it quantises numbers in the body of a node If"
-    assert note in found.notes
+    assert note in verification.notes
 
 
 def test_a_body_reads_what_stands_for_a_quantised_tensor() -> None:
@@ -760,8 +760,11 @@ def test_outputs_without_quantised_numbers_are_judged_as_before() -> None:
     text = NET.replace("(float[1, 6, 1, 1] y)", "(float[1, 6, 1, 1] y, float[1, 4, 8, 8] f)")
     text = text.replace("q = Q", "f = Relu(x) q = Q")
     assert Layers(load(net(text)).graph).touched == (True, False)
-    found = verify(net(text), net(text))
-    assert {o.name: o.judgement.criterion.value for o in found.outputs} == {"y": "layers", "f": "float64"}
+    verification = verify(net(text), net(text))
+    assert {o.name: o.judgement.criterion.value for o in verification.outputs} == {
+        "y": "layers",
+        "f": "float64",
+    }
     assert not verify(net(text), net(text.replace("Relu(x)", "Abs(x)"))).verified
 
 
@@ -770,10 +773,10 @@ def test_samples_are_chosen_by_their_cost() -> None:
     feeds = {"x": normal(1, 4, 8, 8)}
     with opened(raw) as runner:
         one = Sample(feeds, runner.run(feeds), 10.0)
-    found = Quantised.of(raw, load(raw), [one, one, replace(one, cost=1e9)], 20.0)
-    assert found is not None
-    assert found.judge(raw).samples == 2
-    assert any("judged layer by layer on 2 of 3 sets of inputs" in note for note in found.notes)
+    reference = Quantised.of(raw, load(raw), [one, one, replace(one, cost=1e9)], 20.0)
+    assert reference is not None
+    assert reference.judge(raw).samples == 2
+    assert any("judged layer by layer on 2 of 3 sets of inputs" in note for note in reference.notes)
     none = Quantised.of(raw, load(raw), [one], 0.5)
     assert none is not None
     assert none.judge(raw).reason == "its exact evaluation takes too long"
@@ -784,26 +787,26 @@ def test_a_run_that_was_ended_is_not_said_to_fail(monkeypatch: pytest.MonkeyPatc
         raise OutOfTime("ONNX Runtime was ended")
 
     monkeypatch.setattr(quantised, "_meanings", ended)
-    found = original(net(), [{"x": normal(1, 4, 8, 8)}])
-    assert found.judge(net().SerializeToString()).reason == "there was no time for the exact evaluation"
+    result = original(net(), [{"x": normal(1, 4, 8, 8)}])
+    assert result.judge(net().SerializeToString()).reason == "there was no time for the exact evaluation"
 
 
 def test_what_is_kept_in_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised, "_MOST_ELEMENTS", 700)
-    found = original(net(), [{"x": normal(1, 4, 8, 8, seed=i)} for i in range(4)])
-    assert found.judge(net().SerializeToString()).samples == 2
-    assert any("on 2 of 4 sets of inputs" in note for note in found.notes)
+    result = original(net(), [{"x": normal(1, 4, 8, 8, seed=i)} for i in range(4)])
+    assert result.judge(net().SerializeToString()).samples == 2
+    assert any("on 2 of 4 sets of inputs" in note for note in result.notes)
 
 
 def test_what_cannot_be_judged_is_said() -> None:
     """The new model alone has what is not known: then it is judged by its outputs."""
     unknown = net(NET.replace("y = D", "k = D").replace("z2)\n}", "z2)\n  y = com.microsoft.Inverse(k)\n}"))
     unknown.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
-    found = original(net())
-    reason = found.judge(unknown.SerializeToString()).reason
+    result = original(net())
+    reason = result.judge(unknown.SerializeToString()).reason
     assert reason == "the new model: com.microsoft::Inverse has no exact evaluation"
     missing = net(NET.replace("Relu(c)", "com.example.Odd(c)"))
-    assert found.judge(missing.SerializeToString()).reason.startswith("the new model: ")
+    assert result.judge(missing.SerializeToString()).reason.startswith("the new model: ")
     assert not verify(net(), missing).verified
 
 
@@ -839,6 +842,6 @@ def test_whole_outputs_are_compared_for_what_is_not_finite() -> None:
 
 
 def test_a_verification_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    found: Verification = verify(net(), net())
-    assert "(layers)" in found.message()
-    assert found.to_json()["outputs"][0]["judged_by"] == "layers"
+    result: Verification = verify(net(), net())
+    assert "(layers)" in result.message()
+    assert result.to_json()["outputs"][0]["judged_by"] == "layers"

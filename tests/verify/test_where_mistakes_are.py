@@ -193,8 +193,8 @@ PAIRS: dict[str, Callable[[], Pair]] = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_are_told_apart(name: str) -> None:
     a, b = PAIRS[name]()
-    found = verify(a, b)
-    assert found.status is Status.FAILED, found.message()
+    verification = verify(a, b)
+    assert verification.status is Status.FAILED, verification.message()
     for right in (a, b):
         assert verify(right, right).verified
 
@@ -204,7 +204,7 @@ def test_pairs_are_told_apart(name: str) -> None:
 
 def numbers_of(proto: onnx.ModelProto, *symbols: str) -> dict[str, set[int]]:
     graph = load(proto).graph
-    return {symbol: set(found) for symbol, found in on_symbols(marks(graph), symbols).items()}
+    return {symbol: set(item) for symbol, item in on_symbols(marks(graph), symbols).items()}
 
 
 def test_numbers_are_taken_from_operators_and_shape_computations() -> None:
@@ -213,10 +213,10 @@ def test_numbers_are_taken_from_operators_and_shape_computations() -> None:
         "y = Conv<strides=[3, 1], dilations=[1, 5], pads=[2, 0, 2, 0]>(x, k) }",
         k=normal(2, 2, 7, 3),
     )
-    found = numbers_of(conv, "n", "h", "w")
-    assert {7, 3, 2} <= found["h"]
-    assert 11 in found["w"]
-    assert found["n"] == set()
+    result = numbers_of(conv, "n", "h", "w")
+    assert {7, 3, 2} <= result["h"]
+    assert 11 in result["w"]
+    assert result["n"] == set()
     assert 37 in numbers_of(crop(False, 37), "n", "s")["s"]
     assert numbers_of(crop(False, 37), "n", "s")["n"] == set()
     assert 700 in numbers_of(kept(700), "n", "s")["s"]
@@ -325,10 +325,10 @@ def test_what_is_too_large_is_named_and_not_run() -> None:
         e=np.int64([480000]),
         o=np.int64([1]),
     )
-    found = verify(proto, proto)
-    assert found.verified
-    assert any(text.startswith("n=") and "GB" in text for text in found.left_out)
-    assert max(b["s"] for b in found.bindings) < 480000
+    verification = verify(proto, proto)
+    assert verification.verified
+    assert any(text.startswith("n=") and "GB" in text for text in verification.left_out)
+    assert max(b["s"] for b in verification.bindings) < 480000
     cheap = model(
         "g (float[s] x) => (float[t] y) { y = Slice(x, z, e) }", z=np.int64([0]), e=np.int64([480000])
     )
@@ -372,10 +372,12 @@ def test_what_the_runtime_leaves_undefined_is_not_compared() -> None:
     )
     product = model("g (float[1, 2, k] x, float[4, 1, k, 3] z) => (float[] y) { y = MatMul(x, z) }")
     for proto, words in ((mean, "the shape [0, 2, 5], its operators give [0, 2]"), (product, "other values")):
-        found = verify(proto, proto)
-        assert found.verified, found.message()
-        assert any("not compared on" in note and words in note for note in found.notes), found.notes
-        assert not any(0 in bindings.values() for bindings in found.bindings)
+        verification = verify(proto, proto)
+        assert verification.verified, verification.message()
+        assert any("not compared on" in note and words in note for note in verification.notes), (
+            verification.notes
+        )
+        assert not any(0 in bindings.values() for bindings in verification.bindings)
     total = model("g (float[n, 4] x) => (float[4] y) { y = ReduceSum<keepdims=0>(x, a) }", a=np.int64([0]))
     assert any(0 in bindings.values() for bindings in verify(total, total).bindings)
 
@@ -387,8 +389,8 @@ def test_what_fails_without_elements_is_taken_back(monkeypatch: pytest.MonkeyPat
         "g (float[n, 8, 5, 5] x) => (float[n, 4, 5, 5] y) { y = Conv(x, w) }", w=normal(4, 8, 1, 1)
     ).SerializeToString()
     only = {"search": "greedy", "cost": _Without("Conv"), "measure": False}
-    found = xrlflow.optimize(proto, **only)  # type: ignore[arg-type]
-    assert "ReplacePointwiseConvByMatMul" not in {s.rule for s in found.trace}
+    result = xrlflow.optimize(proto, **only)  # type: ignore[arg-type]
+    assert "ReplacePointwiseConvByMatMul" not in {s.rule for s in result.trace}
     assumed = xrlflow.optimize(proto, assuming=["nonempty"], **only)  # type: ignore[arg-type]
     assert "ReplacePointwiseConvByMatMul" in {s.rule for s in assumed.trace}
     monkeypatch.setattr("xrlflow.rewrite.state.NEEDING", frozenset())
@@ -570,10 +572,10 @@ def nested() -> onnx.ModelProto:
 
 
 def counted(x: float, trips: int) -> dict[str, int]:
-    proto, found = instrumented(nested())
+    proto, result = instrumented(nested())
     with opened(proto) as runner:
         counts = runner.run({"x": np.full(4, x, np.float32), "trips": np.asarray(trips)})
-    return {str(arm): int(n) for arm, n in zip(found, counts)}
+    return {str(arm): int(n) for arm, n in zip(result, counts)}
 
 
 def test_branches_are_counted_in_bodies_too() -> None:
@@ -620,14 +622,14 @@ def test_branches_that_no_time_was_left_for_are_not_said_to_fail(monkeypatch: py
 
 
 def test_every_branch_is_sought_and_what_is_not_reached_is_named() -> None:
-    found = verify(nested(), nested())
-    assert found.unexercised == ()
+    verification = verify(nested(), nested())
+    assert verification.unexercised == ()
     never = arms("Neg", np.inf)
-    found = verify(never, never)
-    assert found.verified
-    assert found.unexercised == ("If y, then",)
-    assert "not exercised: If y, then" in found.notes
-    assert found.to_json()["unexercised"] == ["If y, then"]
+    verification = verify(never, never)
+    assert verification.verified
+    assert verification.unexercised == ("If y, then",)
+    assert "not exercised: If y, then" in verification.notes
+    assert verification.to_json()["unexercised"] == ["If y, then"]
 
 
 def test_optimize_says_what_was_verified() -> None:

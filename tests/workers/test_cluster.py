@@ -97,12 +97,12 @@ def cluster(nodes: Nodes) -> Iterator[Cluster]:
 
 def actors() -> list[psutil.Process]:
     """The processes of workers, on all nodes."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::Body"):
-                found.append(process)
-    return found
+                result.append(process)
+    return result
 
 
 @pytest.mark.quick
@@ -110,9 +110,9 @@ def test_orders_are_answered_once_each(cluster: Cluster) -> None:
     assert cluster.cores == 2
     assert cluster.measuring == 2
     with WorkerPool(cluster, Squarer, 2) as pool:
-        found = dict(pool.work(iter(range(9))))
-        assert {number: square for number, (square, _) in found.items()} == {n: n * n for n in range(9)}
-        assert os.getpid() not in {process for _, process in found.values()}
+        result = dict(pool.work(iter(range(9))))
+        assert {number: square for number, (square, _) in result.items()} == {n: n * n for n in range(9)}
+        assert os.getpid() not in {process for _, process in result.values()}
     with (
         WorkerPool(cluster, Squarer, 1, "squarer") as pool,
         pytest.raises(WorkerError, match=r"^squarer 0 failed: ValueError: -1 is negative"),
@@ -128,8 +128,8 @@ def test_orders_are_answered_once_each(cluster: Cluster) -> None:
 def test_large_arrays_go_once_to_a_node(cluster: Cluster) -> None:
     array = np.ones(1 << 18, np.float32)
     with WorkerPool(cluster, Squarer, 2, kind=Kind.WAIT) as pool:
-        found = dict(pool.work(Sum(array, number) for number in range(6)))
-        assert [found[n][0] for n in range(6)] == [array.size + n for n in range(6)]
+        result = dict(pool.work(Sum(array, number) for number in range(6)))
+        assert [result[n][0] for n in range(6)] == [array.size + n for n in range(6)]
     assert len(cluster._sent) == 1
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 2.0  # others have it already
@@ -145,9 +145,9 @@ def test_a_killed_worker_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_one_measures_on_a_node(cluster: Cluster) -> None:
     with WorkerPool(cluster, partial(NodeOf, 0.2), 4, "runner", Kind.MEASURE) as pool:
-        found = [answer for _, answer in pool.work(iter(range(8)))]
+        result = [answer for _, answer in pool.work(iter(range(8)))]
     by_node: dict[str, list[tuple[float, float]]] = {}
-    for node, begin, end in found:
+    for node, begin, end in result:
         by_node.setdefault(node, []).append((begin, end))
     assert len(by_node) == 2
     for times in by_node.values():
@@ -162,10 +162,10 @@ def test_a_node_that_leaves(cluster: Cluster, nodes: Nodes, tmp_path: Path) -> N
     assert cluster.cores == 4
     with WorkerPool(cluster, partial(Squarer, str(tmp_path), 0.1), 4) as pool:
         answers = pool.work(iter(range(60)))
-        found = [next(answers) for _ in range(12)]
+        result = [next(answers) for _ in range(12)]
         nodes.remove_node(leaving, allow_graceful=False)
-        found += answers
-    assert sorted((number, square) for number, (square, _) in found) == [(n, n * n) for n in range(60)]
+        result += answers
+    assert sorted((number, square) for number, (square, _) in result) == [(n, n * n) for n in range(60)]
     # An order may be carried out a second time if its answer was lost, and only then.
     times = Counter(path.name.partition(".")[0] for path in tmp_path.iterdir())
     assert sum(times.values()) <= 60 + 2
@@ -211,8 +211,8 @@ def test_training_is_the_same_to_the_bit(cluster: Cluster, tmp_path: Path) -> No
 def test_proofs_are_the_same(nodes: Nodes, tmp_path: Path) -> None:
     names = ["CancelTransposes", "FoldPadIntoMaxPool"]
     timeless = [{**c.to_json(), "seconds": 0} for c in api.prove_rules(names, jobs=1)]
-    found = api.prove_rules(names, ray=nodes.address)
-    assert [{**c.to_json(), "seconds": 0} for c in found] == timeless
+    result = api.prove_rules(names, ray=nodes.address)
+    assert [{**c.to_json(), "seconds": 0} for c in result] == timeless
     (tmp_path / "mine.py").write_text(RIGHT)
     (own,) = api.prove_rules(own=tmp_path / "mine.py", ray=nodes.address)
     assert (own.name, own.proven) == ("MySum", True)
@@ -226,12 +226,12 @@ def test_kernels_are_built_and_timed(cluster: Cluster, tmp_path: Path) -> None:
     options = PoolOptions(2, 1, Timing(samples=2, sample_ms=0.2), factory=cluster)
     with Pool(options) as pool:
         outcomes = pool.outcomes(task, [*candidates, calls("abort")])
-        found = dict([next(outcomes)])
+        result = dict([next(outcomes)])
         actors()[0].kill()
-        found |= dict(outcomes)
-        assert sorted(found) == list(range(7))
-        assert all(found[number].error is None and found[number].seconds for number in range(6))
-        assert "the process ended" in (found[6].error or "")
+        result |= dict(outcomes)
+        assert sorted(result) == list(range(7))
+        assert all(result[number].error is None and result[number].seconds for number in range(6))
+        assert "the process ended" in (result[6].error or "")
         given = [np.ones((64, 64), np.float32)] * 2
         (product,) = pool.evaluate(task, candidates[0], given)
         assert np.allclose(product, 64.0)
@@ -308,20 +308,20 @@ def test_a_head_that_starts_again(ours: None) -> None:
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="xr", dir="/tmp") as folder:
         heads = [Head(port, f"{folder}/a")]
-        said, errors = Path(folder, "said"), Path(folder, "errors")
+        output, errors = Path(folder, "said"), Path(folder, "errors")
         try:
             listening(port)
-            with said.open("w") as out, errors.open("w") as err:
+            with output.open("w") as out, errors.open("w") as err:
                 driver = subprocess.Popen(
                     [sys.executable, "-c", DRIVER, f"127.0.0.1:{port}"], cwd=ROOT, stdout=out, stderr=err
                 )
-            while said.read_text().count("\n") < 10:
+            while output.read_text().count("\n") < 10:
                 assert driver.poll() is None, errors.read_text()
                 time.sleep(0.01)
             heads[0].kill()
             heads.append(Head(port, f"{folder}/b"))
             assert driver.wait(timeout=200) == 0, errors.read_text()
-            lines = said.read_text().splitlines()
+            lines = output.read_text().splitlines()
             assert sorted(lines) == sorted(f"{n} {n * n}" for n in range(80))
         finally:
             for head in heads:
@@ -359,13 +359,13 @@ def test_what_is_no_cluster_is_said_in_a_line(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.whole
 def test_this_machine_alone(ours: None, tmp_path: Path) -> None:
     """In a process of its own, as a command is: Ray gives the cluster a token."""
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-m", "xrlflow.cli", "rules", "CancelTransposes", "--prove", "--ray", "local", "--json"],
         cwd=ROOT, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    assert [c["proven"] for c in json.loads(said.stdout)] == [True]
-    assert said.stderr == ""
+    assert output.returncode == 0, output.stderr
+    assert [c["proven"] for c in json.loads(output.stdout)] == [True]
+    assert output.stderr == ""
 
 
 @pytest.mark.whole

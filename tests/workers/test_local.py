@@ -27,8 +27,8 @@ def place(request: pytest.FixtureRequest) -> WorkerFactory:
 def test_orders_are_answered_once_each(place: WorkerFactory) -> None:
     with WorkerPool(place, Squarer, 2) as pool:
         for _ in range(2):  # a pool may be used again
-            found = dict(pool.work(iter(range(7))))
-            assert {number: square for number, (square, _) in found.items()} == {n: n * n for n in range(7)}
+            result = dict(pool.work(iter(range(7))))
+            assert {number: square for number, (square, _) in result.items()} == {n: n * n for n in range(7)}
         assert list(pool.work(iter([]))) == []
         assert list(pool.work(iter([1, 2]), until=time.monotonic() - 1.0)) == []
 
@@ -52,18 +52,18 @@ def test_an_order_that_kills_every_worker_is_given_up() -> None:
 
 def test_an_order_that_is_given_up_may_have_an_answer_instead() -> None:
     with WorkerPool(Processes(), Squarer, 2) as pool:
-        found = dict(pool.work(iter([2, "die", 3, 4]), fallback=lambda order, error: (order, str(error))))
-    assert [found[number][0] for number in (0, 2, 3)] == [4, 9, 16]
-    assert found[1][0] == "die"
-    assert "3 workers were lost over one task" in found[1][1]
+        result = dict(pool.work(iter([2, "die", 3, 4]), fallback=lambda order, error: (order, str(error))))
+    assert [result[number][0] for number in (0, 2, 3)] == [4, 9, 16]
+    assert result[1][0] == "die"
+    assert "3 workers were lost over one task" in result[1][1]
 
 
 def test_an_error_of_a_hand_is_the_callers(place: WorkerFactory) -> None:
     pool = WorkerPool(place, Squarer, 1, "squarer")
-    kind, said = (ValueError, "-1 is negative") if isinstance(place, InProcess) else (
+    kind, output = (ValueError, "-1 is negative") if isinstance(place, InProcess) else (
         WorkerError, "squarer 0 failed: ValueError: -1 is negative"
     )  # fmt: skip
-    with pool, pytest.raises(kind, match=said):
+    with pool, pytest.raises(kind, match=output):
         list(pool.work(iter([1, -1])))
     with pytest.raises((ValueError, WorkerError), match="there is no hand"):
         list(WorkerPool(place, broken, 1).work(iter([1])))

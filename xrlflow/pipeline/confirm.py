@@ -43,7 +43,7 @@ class Judging:
 
     context: Context
     start: Start
-    chosen: SearchNode
+    node: SearchNode
     path: str
     decision: Finished  # what the decision has already, such as the selection
     kernels: Sequence[Mapping[str, tuple[int, ...]]] = ()
@@ -72,7 +72,7 @@ class Judging:
             reason = f"the result cannot be verified: {why}"
             return self._decision(None, reason, compared)
         reason = compared_with(compared) if compared else "not measured"
-        return self._decision(self.chosen, reason, compared)
+        return self._decision(self.node, reason, compared)
 
     def _decision(
         self, accepted: SearchNode | None, reason: str, compared: RepeatedComparison | None = None
@@ -85,7 +85,7 @@ class Judging:
         """Raise VerificationFailed if a rule caused a graph that does not run in a separate process."""
         if not self.kernels and not runs(self.context, self.path):
             right = on_file(self.context, partial(runs, self.context))
-            raise failure(self.context, self.start, self.chosen, error, right)
+            raise failure(self.context, self.start, self.node, error, right)
 
     @property
     def _deciding(self) -> bool:
@@ -101,13 +101,13 @@ class Judging:
             return False
         with clock.phase("verify"):
             verifier = Verifier(self.context)
-            steps = (*self.start.early, *self.chosen.trace)
+            steps = (*self.start.early, *self.node.trace)
             if self.kernels:
                 self.verification = verifier.check_kernels(self.path, steps, self.kernels)
                 return self.verification.verified
             self.verification = verifier.check(self.path, steps)
             if self.verification.status is Status.FAILED:
-                raise verifier.failure(self.start, self.chosen, self.verification)
+                raise verifier.failure(self.start, self.node, self.verification)
         return self.verification.verified
 
 

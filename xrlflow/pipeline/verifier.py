@@ -116,11 +116,11 @@ class Verifier:
             )
         return verification
 
-    def failure(self, start: Start, chosen: SearchNode, failed: Verification) -> VerificationFailed:
+    def failure(self, start: Start, node: SearchNode, failed: Verification) -> VerificationFailed:
         """The exception for a graph that differs. It names the rule of the first substitution that broke the model."""
-        steps = (*start.early, *chosen.trace)
+        steps = (*start.early, *node.trace)
         right = on_file(self.context, lambda path: self.check(path, steps).verified)
-        return failure(self.context, start, chosen, failed.message(), right)
+        return failure(self.context, start, node, failed.message(), right)
 
     def _rules(self, steps: Sequence[TraceStep]) -> list[AnyRule]:
         rules = self.context.library.rules
@@ -177,18 +177,18 @@ def on_file(context: Context, right: Callable[[str], bool]) -> Callable[[Graph],
 
 
 def failure(
-    context: Context, start: Start, chosen: SearchNode, why: str, right: Callable[[Graph], bool]
+    context: Context, start: Start, node: SearchNode, why: str, right: Callable[[Graph], bool]
 ) -> VerificationFailed:
     """The exception for a graph that is wrong (`why`), with the rule to blame. `right`: whether a graph is right."""
     nothing = f"{context.imported.name}: nothing was written: {why}; the substitution that caused it"
     try:
-        rule = _culprit(context, start, chosen, right)
+        rule = _culprit(context, start, node, right)
     except (NotASubstitution, NotRepeatable, _NoTime) as error:
         return VerificationFailed(f"{nothing}: {error}", f"{why} ({error})")
     return VerificationFailed(f"{nothing}: {rule}", why, rule)
 
 
-def _culprit(context: Context, start: Start, chosen: SearchNode, right: Callable[[Graph], bool]) -> str:
+def _culprit(context: Context, start: Start, node: SearchNode, right: Callable[[Graph], bool]) -> str:
     """The name of the rule whose substitution was the first to break the model, in the search or before it.
 
     Raises NotASubstitution, NotRepeatable and _NoTime.
@@ -199,8 +199,8 @@ def _culprit(context: Context, start: Start, chosen: SearchNode, right: Callable
             raise _NoTime("there was no time to find the substitution to blame (--time-limit)")
         return right(without_placement(graph))
 
-    base, steps = start.base.state.graph, chosen.trace
-    after = replay(RewriteState.start(base, chosen.state.library), steps)
+    base, steps = start.base.state.graph, node.trace
+    after = replay(RewriteState.start(base, node.state.library), steps)
     graphs = [base, *(state.graph for state in after)]
     try:
         return steps[blame(lambda k: graphs[k], len(steps), checked)].rule

@@ -343,7 +343,7 @@ class Reference:
         notes = [*(quantised.notes if quantised is not None else ()), *runs.empty_notes]
         if not by_layers:
             notes.extend(by_float64(at, self.imported, cases, self.float64_flops))
-        found = replace(
+        reference = replace(
             self,
             cases=cases,
             quantised=quantised,
@@ -352,12 +352,12 @@ class Reference:
             unexercised=runs.unexercised,
         )
         if not by_layers:
-            notes.extend(found.reruns.settle(cases))
-        notes.extend(found._by_deviation(run=not by_layers))
+            notes.extend(reference.reruns.settle(cases))
+        notes.extend(reference._by_deviation(run=not by_layers))
         notes.extend(_changed(self.declared, cases))
         notes.extend(_empty_outputs(self.declared, cases))
         notes.extend(map(not_exercised, runs.unexercised))
-        return replace(found, notes=tuple(notes))
+        return replace(reference, notes=tuple(notes))
 
     def check(self, new: Model, nonempty: Sequence[str] = ()) -> Verification:
         """Judge a model, case by case, so that only the outputs of one case are in memory.

@@ -187,25 +187,25 @@ def run_empty(
             outputs = run_isolated(model, case.feeds, threads=threads, session_options=session_options)
         except BackendError:
             continue  # ONNX defines no output at this size
-        known = ReferenceCase(case, [flat(output) for output in outputs])
-        deviation = _unusual(run, known, float64_flops)
+        reference = ReferenceCase(case, [flat(output) for output in outputs])
+        deviation = _unusual(run, reference, float64_flops)
         if deviation:
             notes.append(f"not compared on {case}: ONNX Runtime gives {deviation}")
             continue
-        for index, parts in enumerate(known.outputs):
+        for index, parts in enumerate(reference.outputs):
             for part, array in parts:
                 if is_float(array):
-                    known.targets[index, part] = by_deviation(array, None)
-        references.append(known)
+                    reference.targets[index, part] = by_deviation(array, None)
+        references.append(reference)
     return tuple(references), tuple(notes)
 
 
-def _unusual(run: Runs, known: ReferenceCase, float64_flops: float) -> str:
+def _unusual(run: Runs, reference: ReferenceCase, float64_flops: float) -> str:
     """A note on an output that differs from what the operators define; "" if none is known to differ."""
-    graph, numbers = run.imported.graph, run.at.numbers(known.case.bindings)
+    graph, numbers = run.imported.graph, run.at.numbers(reference.case.bindings)
     names = [info.name for info in run.imported.frame.graph.output]
     filled = []
-    for index, (name, value, parts) in enumerate(zip(names, graph.outputs, known.outputs)):
+    for index, (name, value, parts) in enumerate(zip(names, graph.outputs, reference.outputs)):
         shape = graph.type(value).shape
         for part, array in parts:
             if part or shape is None:
@@ -217,10 +217,10 @@ def _unusual(run: Runs, known: ReferenceCase, float64_flops: float) -> str:
             if array.size and is_float(array):
                 filled.append(index)
     computed = [i for i in filled if evaluable(graph)[i]]
-    if not computed or run.at.flops(known.case) > float64_flops:
+    if not computed or run.at.flops(reference.case) > float64_flops:
         return ""
     with suppress(NoReference):
-        for index in not_credible(run.imported, known, computed):
+        for index in not_credible(run.imported, reference, computed):
             return f"output {names[index]!r} other values than its operators"
     return ""
 

@@ -182,8 +182,8 @@ class Meaning:
         return {**self.sample.feeds, **inputs}
 
     def window(self, value: Value) -> Array:
-        """For each element of a quantised tensor, in steps: the distance from the exact number within which any other
-        number may be what was rounded.
+        """For each element of a quantised tensor: how far the number before rounding may be from the exact one, in
+        steps.
 
         It is TIE, or 8 times the distance by which rounding to the declared types moves the numbers around the element,
         if that is more. A new model's own rounding counts only up to that of the original's part, or of the tensors
@@ -325,8 +325,8 @@ def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
     stops = {v: original.given[u] for v, u in shared.items()}
     paired = set(shared.values())
     outputs = dict(zip(b.graph.outputs, a.graph.outputs))
-    wanted = [v for v in b.layers.tensors if v not in shared or v in pairs.claimed]
-    wanted += [v for v, u in outputs.items() if pairs.of[v] != u]
+    to_evaluate = [v for v in b.layers.tensors if v not in shared or v in pairs.claimed]
+    to_evaluate += [v for v, u in outputs.items() if pairs.of[v] != u]
 
     def settle(value: Value, layer: Layer) -> Array:
         for u, other in original.layers.items():
@@ -337,13 +337,13 @@ def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
                 return same.numbers
         return layer.numbers
 
-    computed, computed_outputs = b.evaluate(original.sample, wanted, stops, settle)
+    computed, computed_outputs = b.evaluate(original.sample, to_evaluate, stops, settle)
     layers = {v: computed[v] if v in computed else original.layers[u] for v, u in shared.items()}
     layers.update(computed)
-    given = {v: layer.numbers for v, layer in layers.items()} | stops
+    part_inputs = {v: layer.numbers for v, layer in layers.items()} | stops
     for v in layers.keys() - stops.keys():
-        same = original.layers[pairs.of[v]].shifted(given[v].dtype) if pairs.known(v) else None
-        given[v] = given[v] if same is None else same.numbers
+        same = original.layers[pairs.of[v]].shifted(part_inputs[v].dtype) if pairs.known(v) else None
+        part_inputs[v] = part_inputs[v] if same is None else same.numbers
     results = {
         v: computed_outputs[v]
         if v in computed_outputs
@@ -353,7 +353,9 @@ def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
         for v, u in outputs.items()
     }
     spare = [u for u in original.layers if u not in paired]
-    meaning = Meaning(b, original.sample, layers, results, given, original, {**pairs.of, **outputs}, spare)
+    meaning = Meaning(
+        b, original.sample, layers, results, part_inputs, original, {**pairs.of, **outputs}, spare
+    )
     comparison = Comparison(meaning, pairs)
     for v in pairs.claimed:
         comparison.add(_tensor_difference(original, pairs.of[v], layers[v], b.name(v)))

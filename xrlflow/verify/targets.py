@@ -88,8 +88,7 @@ def on_demand(at: Sizes, imported: ImportedModel, item: ReferenceCase, budget: f
 
 
 def not_credible(imported: ImportedModel, item: ReferenceCase, indices: Sequence[int]) -> list[int]:
-    """The indices among `indices` of outputs that differ from our evaluation by more than rounding. Raises
-    NoReference."""
+    """Those of these outputs, by index, that differ from our evaluation by more than rounding. Raises NoReference."""
     values = [imported.graph.outputs[index] for index in indices]
     references = evaluate(imported, item.case, values)
     rounded = _Rounded(imported, item.case, values)
