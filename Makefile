@@ -25,7 +25,7 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
-# Kinds of tests that take long: pyproject.toml says what each is. One test of most kinds is quick.
+# Kinds of tests that take long: pyproject.toml says what each is. At least one test of each is marked quick.
 LONG := proof or corpus or process or measures or learns or cluster
 
 # What one runs while one works: nothing in it measures, so that all of it runs at the same time.

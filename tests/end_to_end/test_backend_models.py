@@ -85,7 +85,7 @@ def changed(model: bytes, stage: str) -> tuple[bytes, list[str]]:
     return result.model.SerializeToString(), [step.rule for step in result.trace]
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.quick), *range(1, CHUNKS)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_backend_models(chunk: int, record_property: Callable[[str, object], None]) -> None:
     found = Pass()

@@ -233,7 +233,7 @@ def test_auto_keeps_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     said = " ".join(result.report.notes)
     assert "with generated kernels, measured against the plain file" in said
     assert (result.hybrid is not None) == (result.report.kernel_nodes > 0)
-    assert result.hybrid is not None or "not kept with kernels" in said
+    assert result.hybrid is not None or "not kept with kernels" in said or "too few measurements" in said
 
 
 def test_auto_prefers_the_plain_file(monkeypatch: pytest.MonkeyPatch) -> None:

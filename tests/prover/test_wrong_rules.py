@@ -413,6 +413,7 @@ def rejected(rule: AnyRule) -> str:
     return found.failures[0]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("rule", CASTS, ids=_name)
 def test_a_narrow_type_on_the_way_loses_something(rule: AnyRule) -> None:
     rejected(rule)

@@ -61,6 +61,7 @@ def test_a_lost_worker_says_how_it_ended(place: WorkerFactory, order: str, how: 
     worker.close()
 
 
+@pytest.mark.quick
 def test_an_error_ends_no_worker(place: WorkerFactory) -> None:
     worker = place.worker(Doing, "worker 7")
     worker.begin("fail")
