@@ -130,3 +130,9 @@ def test_what_make_test_leaves_out_is_listed() -> None:
         for p in (ROOT / "tests").rglob("test_*.py")
         if p != Path(__file__) and marked.search(p.read_text())
     }
+
+
+@pytest.mark.parametrize("kind", ["proof", "corpus", "process", "measures", "learns", "cluster"])
+def test_each_kind_has_a_test_that_make_check_runs(kind: str) -> None:
+    texts = [p.read_text() for p in (ROOT / "tests").rglob("test_*.py") if p != Path(__file__)]
+    assert any(f"pytest.mark.{kind}" in text and "pytest.mark.quick" in text for text in texts)
