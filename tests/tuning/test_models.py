@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import onnx
@@ -555,7 +555,7 @@ def test_an_interrupt_hurries_what_follows(
         seconds.append(time_limit)
         return measure(*given, time_limit=0.2, **named)
 
-    def final(context: Any, path: str, allowed: float) -> None:
+    def final(context: Any, path: str, verification: Any, allowed: float) -> None:
         seconds.append(allowed)
 
     monkeypatch.setattr("xrlflow.tuning.models.measure", measured)
@@ -566,6 +566,28 @@ def test_an_interrupt_hurries_what_follows(
     assert result.result.tuning.interrupted == interrupting
     assert result.verification is not None
     assert [s < 10.0 for s in seconds] == [interrupting] * 2
+
+
+def broken(*_: Any, **__: Any) -> NoReturn:
+    raise BackendError("a measuring process was ended by SIGKILL")
+
+
+def test_what_cannot_be_measured_is_delivered(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was tuned, compiled and verified: a measuring process that dies costs only the times."""
+    monkeypatch.setattr("xrlflow.tuning.models.measure", broken)
+    monkeypatch.setattr("xrlflow.pipeline.confirm.measure_in_fresh_processes", broken)
+    result = api.tune(file, trials=0, threads=2, rewrite=False, store=tmp_path / "s.sqlite")
+    assert result.verification is not None
+    assert result.verification.verified
+    assert result.to_json()["tuned_ms"] is result.speedup is None
+    why = "a measuring process was ended by SIGKILL"
+    assert f"the result could not be measured: {why}" in result.notes
+    assert f"the models could not be compared, the original's graph is kept: {why}" in result.notes
+    result.save(tmp_path / "fast.so")
+    with pytest.raises(BackendError, match="SIGKILL"):  # nobody knows whether it runs
+        api.tune(file, trials=0, threads=2, rewrite=False, store=tmp_path / "s.sqlite", verify=False)
 
 
 @pytest.mark.parametrize("command", [["tune"], ["optimize", "--backend", "tvm"]])

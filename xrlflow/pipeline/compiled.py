@@ -17,7 +17,7 @@ from xrlflow.backends.tvm.devices.execution import ExecutionTarget, compare_ther
 from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
 from xrlflow.common import deadline
 from xrlflow.ir import Graph
-from xrlflow.pipeline.confirm import final
+from xrlflow.pipeline.confirm import NOT_MEASURED, final
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Candidates, Finished
@@ -94,10 +94,8 @@ class _Compiled:
                 why = "interrupted before anything was compared with it"
             reason = f"the original graph, compiled: {why}"
         elif context.options.measure:
-            compared = final(context, best.path)
-            reason = f"{compared_with(compared)} against ONNX Runtime"
-            if compared.speedup is not None and compared.speedup.slower:
-                reason += ", which is faster"
+            compared = final(context, best.path, verification)
+            reason = _against_runtime(compared)
         cores = context.target.machine.cores
         return Finished(best.node, reason, verification, compared, compiled=best.model, threads=cores)
 
@@ -112,6 +110,13 @@ class _Compiled:
             running(context.target, lowered.path, lowered.model) as runner,
         ):
             return Verifier(context).check_compiled(runner, lowered.model.sizes)
+
+
+def _against_runtime(compared: RepeatedComparison | None) -> str:
+    if compared is None:
+        return NOT_MEASURED
+    slower = compared.speedup is not None and compared.speedup.slower
+    return f"{compared_with(compared)} against ONNX Runtime{', which is faster' if slower else ''}"
 
 
 def _compiled(context: Context, start: Start, explored: Explored) -> Choice:
@@ -155,9 +160,9 @@ def lower_best(
     Kernels that the store has are compiled as they were tuned. With `feeds`, all models are measured in interleaved
     samples, together with the original in ONNX Runtime; without, only the best by modelled cost is compiled. A remote
     device has no ONNX Runtime, so there the compiled original is the baseline. Compiling stops when another model would
-    exceed the time left. `hurried`: only the best proposal is compiled, and measuring takes less time. On Ctrl-C the
-    model compiled first is chosen. Raises BackendError if the original graph cannot be compiled, and KeyboardInterrupt
-    if nothing was compiled.
+    exceed the time left. `hurried`: only the best proposal is compiled, and measuring takes less time. On Ctrl-C, and
+    if the models cannot be measured, the model compiled first is chosen. Raises BackendError if the original graph
+    cannot be compiled, and KeyboardInterrupt if nothing was compiled.
     """
     # If the original is the best, it is one of the proposals.
     different = {node.state.graph.fingerprint: node for node in proposals if node.cost < base.cost}
@@ -181,6 +186,11 @@ def lower_best(
             "interrupted before the compiled graphs were compared: the first of them is kept"
         )
         return Choice(compiled[0], tuple(compiling.remarks), interrupted=True)
+    except BackendError as error:
+        if not compiled:
+            raise
+        compiling.remarks.append(f"the compiled graphs could not be compared, the first is kept: {error}")
+        return Choice(compiled[0], tuple(compiling.remarks))
     return Choice(best, (*compiling.remarks, *remarks))
 
 

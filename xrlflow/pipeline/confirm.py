@@ -19,6 +19,7 @@ from xrlflow.search import SearchNode
 from xrlflow.verify import Status, Verification
 from xrlflow.verify.isolated import run_isolated
 
+NOT_MEASURED = "the result could not be measured"
 # The smallest time limit in seconds of a last comparison that decides nothing, as a compiled model is returned anyway.
 _FINAL_AT_LEAST = 3.0
 
@@ -66,12 +67,12 @@ class Judging:
             if options.verify and self.verification is None:
                 return self._decision(None, not_verified_in_time(compared), compared)
         elif self.right() and options.measure:
-            compared = final(self.context, self.path)
+            compared = final(self.context, self.path, self.verification)
         if self.verification is not None and not self.verification.verified:
             why = self.verification.reason or "; ".join(self.verification.failures)
             reason = f"the result cannot be verified: {why}"
             return self._decision(None, reason, compared)
-        reason = compared_with(compared) if compared else "not measured"
+        reason = compared_with(compared) if compared else NOT_MEASURED if options.measure else "not measured"
         return self._decision(self.node, reason, compared)
 
     def _decision(
@@ -111,14 +112,24 @@ class Judging:
         return self.verification.verified
 
 
-def final(context: Context, path: str, seconds: float | None = None) -> RepeatedComparison:
-    """The reported speed-up of a result over the original, from fresh processes.
+def final(
+    context: Context, path: str, verification: Verification | None, seconds: float | None = None
+) -> RepeatedComparison | None:
+    """The reported speed-up of a result over the original, from fresh processes; None, with a note, if they fail for a
+    result that was verified, which runs.
 
-    `seconds`: the time limit; by default all that is left of the optimisation's.
+    `seconds`: the time limit; by default all that is left of the optimisation's. Raises BackendError if a result that
+    was not verified cannot be measured.
     """
     if seconds is None:
         seconds = max(_FINAL_AT_LEAST, context.clock.budget.until - time.monotonic())
-    return _compared(context, path, seconds)
+    try:
+        return _compared(context, path, seconds)
+    except BackendError as error:
+        if verification is None:
+            raise
+        context.notes.append(f"{NOT_MEASURED}: {error}")
+        return None
 
 
 def decided(context: Context, path: str, check: Callable[[], bool]) -> RepeatedComparison:

@@ -113,7 +113,7 @@ def tune(source: Source, options: TuneOptions, listener: Listener | None = None)
         compared = tuned.compared
         if options.measure and target.remote is None:
             hurried = context.clock.hurried or tuned.tuning.interrupted
-            compared = final(context, tuned.path, _FINAL_HURRIED if hurried else _FINAL)
+            compared = final(context, tuned.path, verification, _FINAL_HURRIED if hurried else _FINAL)
     return Tuned(
         tuned,
         compared.speedup if compared is not None else None,

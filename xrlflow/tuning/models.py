@@ -131,12 +131,7 @@ def tune_model(
             tuning, saved[1][1], saved[1][0], _WRITTEN[1], remarks=tuple(remarks), layers=layers[0]
         )
     limit = _COMPARING_HURRIED if hurried or tuning.interrupted else _COMPARING
-    runtime: float | None = None
-    compared: RepeatedComparison | None = None
-    if lowering.target.remote is not None:
-        times, best, compared = _fastest_there(lowering.target, saved, feeds, limit)
-    else:
-        runtime, times, best = _fastest_here(lowering, original, saved, feeds, limit)
+    runtime, times, best, compared = _fastest(lowering, original, saved, feeds, limit, remarks)
     path, model = saved[best]
     untuned_ms, tuned_ms, *rewritten = times
     return TunedModel(
@@ -249,6 +244,25 @@ def _compiled(lowering: Lowering, graphs: Sequence[str], remarks: list[str]) -> 
             if graph == graphs[0]:
                 raise
             remarks.append(_left_out(error))
+
+
+def _fastest(
+    lowering: Lowering,
+    original: str | bytes,
+    models: Sequence[tuple[str, TvmModel]],
+    feeds: Mapping[str, Any],
+    limit: float,
+    remarks: list[str],
+) -> tuple[float | None, Sequence[float | None], int, RepeatedComparison | None]:
+    """What `_fastest_here` or `_fastest_there` found. If the models cannot be measured, a remark says why, there are no
+    times, and the original's graph, tuned, counts as the fastest."""
+    try:
+        if lowering.target.remote is not None:
+            return None, *_fastest_there(lowering.target, models, feeds, limit)
+        return *_fastest_here(lowering, original, models, feeds, limit), None
+    except BackendError as error:
+        remarks.append(f"the models could not be compared, the original's graph is kept: {error}")
+        return None, (None, None), 1, None
 
 
 def _fastest_here(

@@ -407,6 +407,29 @@ def test_the_report_says_if_onnx_runtime_is_faster(
     assert result.report.reason.endswith("against ONNX Runtime, which is faster") == (factor < 1)
 
 
+@pytest.mark.parametrize("backend", ["tvm", "hybrid"])
+def test_what_cannot_be_measured_is_delivered(
+    backend: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was compiled and verified: a measuring process that dies costs only the times."""
+
+    def broken(*_: object, **__: object) -> NoReturn:
+        raise BackendError("a measuring process was ended by SIGKILL")
+
+    for name in ("compiled.measure", "kernels.measure", "confirm.measure_in_fresh_processes"):
+        monkeypatch.setattr(f"xrlflow.pipeline.{name}", broken)
+    options = {"backend": backend, "search": "greedy", "cost": "roofline", "time_limit": 20.0}
+    report = (result := xrlflow.optimize(file, **options)).report
+    assert report.verified
+    assert not report.returned_original
+    assert report.speedup is None
+    assert report.reason == "the result could not be measured"
+    assert "the result could not be measured: a measuring process was ended by SIGKILL" in report.notes
+    result.save(tmp_path / ("fast.so" if backend == "tvm" else "fast.onnx"))
+    with pytest.raises(BackendError, match="SIGKILL"):  # nobody knows whether it runs
+        xrlflow.optimize(file, **options, verify=False)
+
+
 def test_open_dimensions_are_asked_for() -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> agraph (float[n,8] x) => (float[n,8] y) { y = Relu(x) }'
