@@ -177,9 +177,9 @@ def test_an_input_may_have_kernels_for_several_sizes(tmp_path: Path) -> None:
     for rows in (1, 8, 32, 100):
         expected = plain.run(None, feeds(rows))[0]
         np.testing.assert_array_equal(alone.run(None, feeds(rows))[0], expected)
-        found = session.run(None, feeds(rows))[0]
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-        assert (found.tobytes() != expected.tobytes()) == (rows != 1)  # other code rounds otherwise
+        outcome = session.run(None, feeds(rows))[0]
+        np.testing.assert_allclose(outcome, expected, rtol=1e-4, atol=1e-5)
+        assert (outcome.tobytes() != expected.tobytes()) == (rows != 1)  # other code rounds otherwise
 
 
 def test_further_sizes_need_kernels() -> None:
@@ -230,10 +230,10 @@ def test_auto_keeps_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the comparison with the plain file; the last comparison, with the original, decides like any other."""
     monkeypatch.setattr(kernels, "MARGIN", 0.0)
     result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=20.0, threads=1)
-    said = " ".join(result.report.notes)
-    assert "with generated kernels, measured against the plain file" in said
+    output = " ".join(result.report.notes)
+    assert "with generated kernels, measured against the plain file" in output
     assert (result.hybrid is not None) == (result.report.kernel_nodes > 0)
-    assert result.hybrid is not None or "not kept with kernels" in said or "too few measurements" in said
+    assert result.hybrid is not None or "not kept with kernels" in output or "too few measurements" in output
 
 
 def test_auto_prefers_the_plain_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,17 +398,17 @@ def test_kernels_of_an_edited_file_are_not_run(written: Path, tmp_path: Path) ->
     expected = ort.InferenceSession(str(path)).run(None, feeds(64))[0]
     before = ort.InferenceSession(str(written)).run(None, feeds(64))[0]
     assert np.abs(expected - before).max() > 0.1
-    said = r"fast\.onnx: was edited after the kernels in fast\.so were compiled"
-    with pytest.warns(UserWarning, match=said):
+    message = r"fast\.onnx: was edited after the kernels in fast\.so were compiled"
+    with pytest.warns(UserWarning, match=message):
         session = xrlflow.session(path)
     np.testing.assert_array_equal(session.run(None, feeds(64))[0], expected)
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=message):
         np.testing.assert_array_equal(api.run_once(path, feeds(64))["y"], expected)
     for call in (
         lambda: api.verify_files(network(), path, kernels=True),
         lambda: api.bench(path, kernels=True),
     ):
-        with pytest.raises(BackendError, match=said):
+        with pytest.raises(BackendError, match=message):
             call()
 
 
@@ -507,8 +507,8 @@ def test_ports_do_not_depend_on_the_order_of_reading(text: str, tmp_path: Path) 
     for n in (2, 3, 5):
         rng = np.random.default_rng(n)
         given = {name: rng.standard_normal((n, 8), np.float32) for name in "ab"}
-        for found, expected in zip(session.run(None, given), plain.run(None, given), strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        for item, expected in zip(session.run(None, given), plain.run(None, given), strict=True):
+            np.testing.assert_allclose(item, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -582,8 +582,8 @@ def test_the_search_leaves_what_kernels_lose(monkeypatch: pytest.MonkeyPatch, tm
     assert "LeaveToRuntime" in [step.rule for step in result.trace]
     result.save(tmp_path / "fast.onnx")
     expected = ort.InferenceSession(proto.SerializeToString()).run(None, feeds(64))
-    for found in (ort.InferenceSession(tmp_path / "fast.onnx"), xrlflow.session(tmp_path / "fast.onnx")):
-        np.testing.assert_allclose(found.run(None, feeds(64))[0], expected[0], rtol=1e-4, atol=1e-5)
+    for item in (ort.InferenceSession(tmp_path / "fast.onnx"), xrlflow.session(tmp_path / "fast.onnx")):
+        np.testing.assert_allclose(item.run(None, feeds(64))[0], expected[0], rtol=1e-4, atol=1e-5)
     assert result.report.cost_after < result.report.cost_before  # by the same prices
     result.save_trace(tmp_path / "trace.json")
     for measure in (False, True):
@@ -683,10 +683,10 @@ def test_what_fails_verification_is_compiled_again_with_exact_kernels(
 
 def test_tuning_heeds_the_options_that_it_shares() -> None:
     given = TuneOptions(threads=3, seed=5, exact_kernels=True, measure=False, verify=False)
-    found = tuning._for_search(given)
+    result = tuning._for_search(given)
     for field in fields(Common):
         if field.name != "store":  # it need not exist yet
-            assert getattr(found, field.name) == getattr(given, field.name), field.name
+            assert getattr(result, field.name) == getattr(given, field.name), field.name
 
 
 class ForgetAbs(Rule):
@@ -716,5 +716,5 @@ def test_kernels_that_were_not_run_are_told_in_words() -> None:
     """Whoever verifies with kernels learns that they were not what was compared, and what to do."""
     result = asked(network("N"), shapes={"x": (32, 48)}, verify=False)
     (guard,) = [node.name for node in result.model.graph.node if node.op_type == "If"]
-    said = "not exercised: the kernels of Region_0: no input has their sizes (--shape names them)"
-    assert not_exercised(f"If {guard}, then") == said
+    message = "not exercised: the kernels of Region_0: no input has their sizes (--shape names them)"
+    assert not_exercised(f"If {guard}, then") == message

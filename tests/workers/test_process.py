@@ -132,14 +132,14 @@ def test_a_forked_worker_that_is_late_is_ended(forks: Forks) -> None:
 def test_crews_give_up_what_takes_too_long_or_ends_its_worker(place: WorkerFactory) -> None:
     terms = Terms(seconds=1.0, attempts=1)
     with WorkerPool(place, Doing, 2, "worker", terms=terms) as pool:
-        found = dict(
+        result = dict(
             pool.work(iter(["process", "abort", "sleep", "process"]), fallback=lambda order, error: error)
         )
-    assert isinstance(found[0], int)
-    assert isinstance(found[3], int)
-    assert "SIGABRT" in found[1].how
-    assert isinstance(found[2], WorkerLate)
-    assert str(found[2]).endswith("took longer than 1 s")
+    assert isinstance(result[0], int)
+    assert isinstance(result[3], int)
+    assert "SIGABRT" in result[1].how
+    assert isinstance(result[2], WorkerLate)
+    assert str(result[2]).endswith("took longer than 1 s")
 
 
 def test_worn_workers_are_replaced(place: WorkerFactory) -> None:
@@ -188,8 +188,8 @@ def test_what_is_told_is_heard_and_a_sign_of_life() -> None:
 
 def test_a_hand_that_is_unable_is_not_replaced(tmp_path: Path, place: WorkerFactory) -> None:
     with WorkerPool(place, partial(Doing, str(tmp_path / "gone")), 2) as pool:
-        found = dict(pool.work(iter(["unable", "process", "process", "unable"])))
-        assert found[0] == found[3] == "able"
+        result = dict(pool.work(iter(["unable", "process", "process", "unable"])))
+        assert result[0] == result[3] == "able"
         assert pool.count == 1
         (tmp_path / "gone").unlink()
         with pytest.raises(WorkerError, match=r"^it is gone$"):
