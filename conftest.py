@@ -139,7 +139,7 @@ def compilers_serve_several_tests() -> Iterator[None]:
         return begin_call(child, function, arguments)
 
     def leave(child: Child, kind: type[BaseException] | None, *error: Any) -> None:
-        kept = child._worker if kind is None and child._unread == 0 else None
+        kept = child._worker if kind is None and not child._prepares else None
         if kept is not None and not kept.closed and child._processes._variables.keys() == {"TMPDIR"}:
             idle.append(kept)
             child._worker = None

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,14 @@ def test_what_a_child_does_first_is_not_waited_for() -> None:
         child.prepare(fail)
         assert child.call(double, 21) == 42
         assert child.call(double, 4) == 8
+
+
+def test_large_arguments_wait_no_longer_than_the_deadline() -> None:
+    with Child() as child:
+        child.prepare(partial(time.sleep, 600.0))
+        with deadline.within(time.monotonic() + 1.0), pytest.raises(OutOfTime):
+            child.call(len, bytes(10_000_000))
+        assert child.call(len, bytes(10_000_000)) == 10_000_000
 
 
 def test_no_call_begins_after_its_time() -> None:

@@ -122,6 +122,9 @@ class Doing:
     def _lambda(self) -> Any:
         return lambda: 0
 
+    def _unreadable(self) -> Any:
+        return Unreadable()
+
     def _sleep(self) -> None:
         time.sleep(600)
 
@@ -159,6 +162,24 @@ class Doing:
             time.sleep(600)
         finally:
             (self._path / "unwound").touch()
+
+
+class Unreadable:
+    """What cannot be read where it is sent."""
+
+    def __reduce__(self) -> Any:
+        return unread, ()
+
+
+def unread() -> None:
+    raise KeyError("it cannot be read")
+
+
+class Doubler:
+    """Returns twice what it is given."""
+
+    def do(self, order: Any) -> Any:
+        return 2 * order
 
 
 def aborting() -> Any:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.workers.handlers import Doing, aborting, never_made
+from tests.workers.handlers import Doing, Doubler, aborting, never_made
 from xrlflow.workers import (
     Forks,
     Processes,
@@ -28,6 +31,7 @@ from xrlflow.workers import (
     WorkerPool,
     tell,
 )
+from xrlflow.workers.channel import Channel
 from xrlflow.workers.process import environment, last_words, manner
 
 pytestmark = pytest.mark.process
@@ -65,10 +69,10 @@ def test_a_lost_worker_says_how_it_ended(place: WorkerFactory, order: str, how: 
 def test_an_error_ends_no_worker(place: WorkerFactory) -> None:
     worker = place.worker(Doing, "worker 7")
     worker.begin("fail")
-    worker.begin("process")
     with pytest.raises(WorkerError, match="worker 7 failed: KeyError: 'a mistake'") as failed:
         worker.reply()
     assert not isinstance(failed.value, WorkerLost)
+    worker.begin("process")
     pid = worker.reply()
     assert psutil.pid_exists(pid)
     worker.close()
@@ -81,6 +85,69 @@ def test_an_answer_that_cannot_be_sent_is_an_error(place: WorkerFactory) -> None
     with pytest.raises(WorkerError, match="pickle"):
         worker.reply()
     worker.close()
+
+
+def test_an_answer_that_cannot_be_read_ends_the_worker(place: WorkerFactory) -> None:
+    """A later one would be taken for the reply to another task."""
+    worker = place.worker(Doing, "worker 7")
+    worker.begin("unreadable")
+    await_that(lambda: worker.closed)  # type: ignore[attr-defined]
+    with pytest.raises(WorkerError, match="worker 7 failed: its reply cannot be read: KeyError: 'it cannot"):
+        worker.reply()
+    with pytest.raises(WorkerLost, match="worker 7 is closed"):
+        worker.begin("process")
+    with WorkerPool(place, Doing, 2) as pool:
+        with pytest.raises(WorkerError, match="cannot be read"):
+            list(pool.work(iter(["process", "unreadable"])))
+        assert len(list(pool.work(iter(["process"] * 3)))) == 3
+
+
+LARGE = bytes(10_000_000)
+"""More than a socket holds."""
+
+
+def test_there_is_one_large_task_at_a_time(place: WorkerFactory) -> None:
+    worker = place.worker(Doubler, "worker 7")
+    for _ in range(2):
+        worker.begin(LARGE)
+        with pytest.raises(WorkerError, match="worker 7 has a task already"):
+            worker.begin(LARGE)
+        assert len(worker.reply()) == 2 * len(LARGE)
+    worker.close()
+
+
+def test_a_large_task_waits_for_no_start(place: WorkerFactory) -> None:
+    worker = place.worker(never_made, "worker 7")
+    worker.begin(LARGE)
+    with pytest.raises(WorkerLate):
+        worker.reply(time.monotonic() + 0.1)  # type: ignore[call-arg]
+    with (
+        WorkerPool(place, never_made, 1, terms=Terms(start=0.2)) as pool,
+        pytest.raises(WorkerError, match=r"it did not start in 0\.2 s"),
+    ):
+        list(pool.work(iter([LARGE])))
+
+
+def test_a_message_may_arrive_in_parts() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    with theirs:
+        other = Connection(os.dup(theirs.fileno()))
+        other.send_bytes(b"one")
+        parts = struct.pack("!iQ", -1, 3) + b"two" + struct.pack("!i", 5) + b"three"
+        found = channel.receive()
+        for number in range(len(parts)):
+            theirs.sendall(parts[number : number + 1])
+            found += channel.receive()
+        assert found == [b"one", b"two", b"three"]
+        channel.send(b"four")
+        assert other.recv_bytes() == b"four"
+        other.close()
+    assert not channel.ended
+    assert channel.receive() == []
+    assert channel.ended
+    channel.send(LARGE)  # to nobody
+    channel.close()
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,14 @@ class Child:
     def __init__(self, **variables: str) -> None:
         self._processes = Processes(variables=variables)
         self._worker: ProcessWorker | None = None
-        self._unread = 0  # results of `prepare` that nobody waits for
+        self._prepares = False  # nobody has read the result of `prepare`
 
     def prepare(self, function: Callable[[], None]) -> None:
         """Start the process and let it call a function first, without waiting for it. Errors of the function are
         ignored."""
         with contextlib.suppress(WorkerLost):  # the next call finds out that the process has ended
             self._begin(function, ())
-            self._unread += 1
+            self._prepares = True
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in the process and return its result. Function and arguments are pickled.
@@ -52,19 +52,14 @@ class Child:
             raise OutOfTime("the time was over before it began")
         try:
             worker = self._begin(function, arguments)
-            while self._unread:
-                self._unread -= 1
-                try:
-                    worker.reply(deadline.until())
-                except WorkerLost:
-                    raise
-                except WorkerError:
-                    continue
             result: T | BackendError = worker.reply(deadline.until())
         except WorkerLate:
             raise OutOfTime("it was ended: its time was over") from None
         except WorkerLost as lost:
             raise ChildDied(f"its process ended {lost.how}") from None
+        except KeyboardInterrupt:
+            self.close()
+            raise
         if isinstance(result, BackendError):
             raise result
         return result
@@ -73,7 +68,7 @@ class Child:
         """End the process and all that it started. A second call does nothing."""
         if self._worker is not None:
             self._worker.close()
-        self._worker, self._unread = None, 0
+        self._worker, self._prepares = None, False
 
     def __enter__(self) -> Self:
         return self
@@ -85,11 +80,19 @@ class Child:
 
     def _begin(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> ProcessWorker:
         if self._worker is None or self._worker.closed:
-            self._unread = 0
+            self._prepares = False
             try:
                 self._worker = self._processes.worker(_Caller, "its process")
             except WorkerError as error:
                 raise BackendError(str(error)) from error
+        if self._prepares:
+            self._prepares = False
+            try:
+                self._worker.reply(deadline.until())
+            except WorkerLost:
+                raise
+            except WorkerError:
+                pass
         self._worker.begin((function, arguments))
         return self._worker
 

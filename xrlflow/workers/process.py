@@ -19,17 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import spawn
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from xrlflow.common.text import printable, shortened
 from xrlflow.workers import serving
+from xrlflow.workers.channel import Channel, wait
 from xrlflow.workers.protocol import Failure, Kind, MakeHandler, Worker, WorkerError, WorkerLate, WorkerLost
 from xrlflow.workers.serving import FORK, KILLED, REQUEST, STATUS, Message, Ready
 
@@ -133,56 +134,66 @@ class Started:
 class ProcessWorker:
     """A worker in a separate process. `patience`: seconds that the process has to clean up when it is ended.
 
-    It may be given several tasks: it does them, and replies, one after another. `connection`: is readable when there is
-    a message. `lost`: the exception of `begin` and `reply` once the worker has ended, or was ended.
+    `end`: of a socket. `first`: messages that are sent before all others. `lost`: the exception of `begin` and `reply`
+    once the worker has ended, or was ended. One thread at a time may use it.
     """
 
     def __init__(
-        self,
-        process: Process,
-        connection: Connection[Any, Any],
-        make: MakeHandler,
-        name: str,
-        patience: float = 0.0,
+        self, process: Process, end: socket.socket, first: Sequence[bytes], name: str, patience: float = 0.0
     ) -> None:
         self.name, self.ready = name, False
-        self.process, self.connection, self._patience = process, connection, patience
+        self.process, self.channel, self._patience = process, Channel(end), patience
+        self._busy = False
         self._replies: deque[Any] = deque()
         self._messages: list[Any] = []
         self.lost: WorkerLost | None = None
         _OWN.add(self)
-        self._send(make)
+        for message in first:
+            self.channel.send(message)
 
     @property
     def closed(self) -> bool:
         """Whether it has ended, or was ended."""
-        while self.lost is None and self.connection.poll():
+        if self.lost is None:
             self.replied()
         return self.lost is not None
 
     def begin(self, task: Any) -> None:
-        if self.closed or not self._send(task):
-            while not self.closed:
-                wait([self.connection])
-            if not self.ready and self._replies:  # the reply is why its handler could not be created
+        """See `Worker.begin`. What the worker does not read at once is sent by `replied` and `reply`.
+
+        Raises WorkerError if it has a task already.
+        """
+        if self._busy:
+            raise WorkerError(f"{self.name} has a task already")
+        data = _pickled(task)
+        if self.closed:
+            if self._replies:  # the reply is why its handler could not be created
                 self.reply()
             assert self.lost is not None
             raise self.lost
-
-    def _send(self, content: Any) -> bool:
-        data = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
-        with contextlib.suppress(OSError):
-            self.connection.send_bytes(data)
-            return True
-        return False
+        self._busy = True
+        self.channel.send(data)
 
     def replied(self) -> bool:
-        """Read one message. Returns whether there is a reply, or the worker is lost."""
+        """Send and receive what can be. Returns whether there is a reply, or the worker is lost."""
         try:
-            message = self.connection.recv()
-        except (EOFError, OSError):
-            self._lose(self._end(DYING))
-            return True
+            self.channel.push()
+            for data in self.channel.receive():
+                self._take(data)
+            if self.channel.ended and self.lost is None:
+                self._lose(self._end(DYING))
+        except BaseException:  # Ctrl-C: part of a message may be gone
+            self.close()
+            raise
+        return bool(self._replies) or self.lost is not None
+
+    def _take(self, data: bytearray) -> None:
+        try:
+            message = pickle.loads(data)
+        except Exception as error:  # later replies must not go to later tasks
+            why = traceback.format_exception_only(error)[-1].strip()
+            message = Failure(f"its reply cannot be read: {why}", traceback.format_exc())
+            self.close()
         match message:
             case Ready(pid):
                 self.process.pid, self.ready = pid, True
@@ -190,7 +201,6 @@ class ProcessWorker:
                 self._messages.append(text)
             case _:
                 self._replies.append(message)
-        return bool(self._replies)
 
     def reply(self, until: float = math.inf) -> Any:
         """See `Worker.reply`. If there is no reply at `until` (time.monotonic), it is closed: raises WorkerLate."""
@@ -198,20 +208,17 @@ class ProcessWorker:
             while not self._replies:
                 if self.lost is not None:
                     raise self.lost
-                remaining = None if math.isinf(until) else max(until - time.monotonic(), 0.0)
-                if not wait([self.connection], remaining):
+                wait([self.channel], max(until - time.monotonic(), 0.0))
+                if not self.replied() and time.monotonic() >= until:
                     self._end(0.0)
                     self.lost = WorkerLost(f"{self.name} is closed")
                     raise WorkerLate(f"{self.name} was ended: its time was over")
-                self.replied()
         except WorkerLost:
             raise
-        except (
-            BaseException
-        ):  # Ctrl-C, or an unreadable reply: replies that arrive later must not go to later tasks
+        except BaseException:  # Ctrl-C: replies that arrive later must not go to later tasks
             self.close()
             raise
-        reply = self._replies.popleft()
+        reply, self._busy = self._replies.popleft(), False
         if isinstance(reply, Failure):
             raise reply.as_error(self.name)
         return reply.content
@@ -222,7 +229,7 @@ class ProcessWorker:
 
     def release(self) -> None:
         """Let it end by itself, so that `close` waits for a shorter time."""
-        self.connection.close()
+        self.channel.close()
 
     def close(self) -> None:
         if self.lost is None:
@@ -231,7 +238,7 @@ class ProcessWorker:
 
     def disown(self) -> None:
         """Leave it to the process that this one was forked from."""
-        self.connection.close()
+        self.channel.close()
         if self.lost is None:
             self.lost = WorkerLost(f"{self.name} belongs to the process that this one was forked from")
 
@@ -240,7 +247,7 @@ class ProcessWorker:
 
     def _end(self, patience: float) -> str:
         """End it. Returns how the process ended, and the last error in its output."""
-        self.connection.close()
+        self.channel.close()
         how = manner(self.process.end(patience))
         error = next(filter(None, map(last_words, self.process.logs)), "")
         self.process.close()
@@ -291,9 +298,10 @@ class Local:
 
     def replied(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
         mine = [worker for worker in workers if isinstance(worker, ProcessWorker)]
-        there = [worker for worker in mine if worker.lost is None]
-        ready = wait([worker.connection for worker in there], seconds if len(there) == len(mine) else 0.0)
-        return [w for w in mine if w.lost is not None or (w.connection in ready and w.replied())]
+        there = [worker.channel for worker in mine if worker.lost is None]
+        limit = math.inf if seconds is None else seconds
+        ready = wait(there, limit if len(there) == len(mine) else 0.0)
+        return [w for w in mine if w.lost is not None or (w.channel in ready and w.replied())]
 
     def close(self) -> None:
         pass
@@ -313,13 +321,11 @@ class Processes(Local):
         self._variables, self._patience = variables or {}, patience
 
     def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
+        pickled = _pickled(make)
+        first = (_pickled(_modules(name, b"__main__" in pickled)), pickled)
         folder = tempfile.mkdtemp(prefix="xrlflow-worker-") if self._patience else ""
         process = Started(serving.serve, self._variables, folder, self._patience)
-        connection: Connection[Any, Any] = Connection(process.socket.detach())
-        pickled = pickle.dumps(make, pickle.HIGHEST_PROTOCOL)
-        with contextlib.suppress(OSError):
-            connection.send(_modules(name, b"__main__" in pickled))
-        return ProcessWorker(process, connection, make, name, self._patience)
+        return ProcessWorker(process, process.socket, first, name, self._patience)
 
 
 class Forks(Local):
@@ -334,8 +340,8 @@ class Forks(Local):
         super().__init__()
         self.folder = tempfile.mkdtemp(prefix="xrlflow-worker-")
         with open(os.path.join(self.folder, serving.PREPARE), "wb") as file:
-            pickled = pickle.dumps(prepare, pickle.HIGHEST_PROTOCOL)
-            file.write(pickle.dumps(_modules("forks", b"__main__" in pickled)) + pickled)
+            pickled = _pickled(prepare)
+            file.write(_pickled(_modules("forks", b"__main__" in pickled)) + pickled)
         self.server = Started(serving.serve_forks, variables or {}, self.folder)
         self._owned = True
         _OWN.add(self)
@@ -343,11 +349,12 @@ class Forks(Local):
     def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
         if not self._owned:
             raise WorkerError("no process can be started (this one was forked from the one that can)")
+        pickled = _pickled(make)
         ours, theirs = socket.socketpair()
         log = tempfile.TemporaryFile()  # noqa: SIM115  (it is read when the process has died)
         with theirs, contextlib.suppress(OSError):  # if the server is dead, the worker counts as lost
             socket.send_fds(self.server.socket, [REQUEST.pack(FORK, 0.0)], [theirs.fileno(), log.fileno()])
-        return ProcessWorker(_Forked(self.server, log), Connection(ours.detach()), make, name)
+        return ProcessWorker(_Forked(self.server, log), ours, (pickled,), name)
 
     def close(self) -> None:
         self.server.socket.close()
@@ -410,3 +417,7 @@ def _modules(name: str, main: bool) -> dict[str, Any]:
     keys = ("sys_path", "init_main_from_name", "init_main_from_path") if main else ("sys_path",)
     data = spawn.get_preparation_data(name)
     return {key: data[key] for key in keys if key in data}
+
+
+def _pickled(content: object) -> bytes:
+    return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)

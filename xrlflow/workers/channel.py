@@ -1,0 +1,101 @@
+"""The starter's end of a worker's socket. Sending and receiving never wait, whatever the worker does."""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+_LENGTH = struct.Struct("!i")
+_GREAT_LENGTH = struct.Struct("!iQ")
+"""The header of a message, as `multiprocessing.connection.Connection` at the other end has it. The second one begins
+with -1, and is for messages of 2 GiB and more."""
+_CHUNK = 1 << 18
+_LONGEST_WAIT = 1e6
+
+
+class Channel:
+    """Sends and receives messages. `ended`: the other end is closed, and all its messages were received."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._unsent: deque[memoryview] = deque()
+        self._received = bytearray()
+        self.ended = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def events(self) -> int:
+        """What to wait for (see `select.poll`)."""
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
+
+    def send(self, message: bytes) -> None:
+        """Send as much as the socket takes now. The rest is for `push`."""
+        size = len(message)
+        header = _LENGTH.pack(size) if size < 1 << 31 else _GREAT_LENGTH.pack(-1, size)
+        self._unsent += (memoryview(header), memoryview(message))
+        self.push()
+
+    def push(self) -> None:
+        """Go on to send what was not sent yet."""
+        try:
+            while self._unsent:
+                rest = self._unsent[0][self._socket.send(self._unsent[0]) :]
+                if rest:
+                    self._unsent[0] = rest
+                else:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:  # the other end is closed, which `receive` finds, too
+            self._unsent.clear()
+
+    def receive(self) -> list[bytearray]:
+        """The messages that have arrived."""
+        try:
+            while data := self._socket.recv(_CHUNK):
+                self._received += data
+            self.ended = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.ended = True
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    def _next(self) -> bytearray | None:
+        """The first message, if all of it has arrived."""
+        start = _LENGTH.size
+        if len(self._received) < start:
+            return None
+        (size,) = _LENGTH.unpack_from(self._received)
+        if size < 0:
+            start = _GREAT_LENGTH.size
+            if len(self._received) < start:
+                return None
+            _, size = _GREAT_LENGTH.unpack_from(self._received)
+        if len(self._received) < start + size:
+            return None
+        message = self._received[start : start + size]
+        del self._received[: start + size]
+        return message
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def wait(channels: Sequence[Channel], seconds: float = math.inf) -> list[Channel]:
+    """Wait until there is something to receive or push, or for `seconds`. Returns the channels where there is."""
+    poll = select.poll()
+    for channel in channels:
+        poll.register(channel, channel.events)
+    ready = {number for number, _ in poll.poll(math.ceil(1e3 * min(seconds, _LONGEST_WAIT)))}
+    return [channel for channel in channels if channel.fileno() in ready]
