@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -132,6 +133,9 @@ class Doing:
         while True:
             pass
 
+    def _hold_the_lock(self) -> None:
+        hold_the_lock()
+
     def _tell(self) -> str:
         tell("one")
         time.sleep(0.8)
@@ -188,3 +192,16 @@ def aborting() -> Any:
 
 def never_made() -> Any:
     time.sleep(600)
+
+
+def hold_the_lock() -> None:
+    """An endless loop in C, in which no thread of Python runs."""
+    sum(itertools.repeat(0))
+
+
+def made_later(folder: str, count: int) -> Doing:
+    """A handler; the processes of the first ones are killed."""
+    Path(folder, str(os.getpid())).touch()
+    if len(os.listdir(folder)) <= count:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Doing()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,18 @@ import psutil
 import pytest
 
 from tests.workers.handlers import Dying, Squarer, broken
-from xrlflow.workers import InProcess, Processes, WorkerError, WorkerFactory, WorkerLost, WorkerPool
+from xrlflow.workers import (
+    InProcess,
+    Kind,
+    MakeHandler,
+    Processes,
+    Worker,
+    WorkerError,
+    WorkerFactory,
+    WorkerLost,
+    WorkerPool,
+)
+from xrlflow.workers.local import DirectWorker
 
 pytestmark = pytest.mark.process
 
@@ -105,6 +116,30 @@ def test_orders_are_drawn_when_there_is_a_worker() -> None:
         next(answers)
         assert len(drawn) <= 4
         answers.close()
+
+
+class Ending(InProcess):
+    """Its workers note how they are ended."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+
+    def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> DirectWorker:
+        made = DirectWorker(make, name)
+        made.release = lambda: self.noted.append("release")  # type: ignore[method-assign]
+        made.close = lambda: self.noted.append("close")  # type: ignore[method-assign]
+        return made
+
+    def replied(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_ends_all_workers_at_the_same_time() -> None:
+    """Each may need its time to clean up."""
+    factory = Ending()
+    with WorkerPool(factory, Squarer, 3) as pool, pytest.raises(KeyboardInterrupt):
+        list(pool.work(iter([1, 2, 3])))
+    assert factory.noted == ["release"] * 3 + ["close"] * 3
 
 
 def test_a_crew_needs_workers() -> None:

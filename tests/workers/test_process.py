@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import resource
 import signal
 import socket
 import struct
@@ -19,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.workers.handlers import Doing, Doubler, aborting, never_made
+from tests.workers.handlers import Doing, Doubler, aborting, made_later, never_made
 from xrlflow.workers import (
     Forks,
     Processes,
@@ -300,6 +302,104 @@ def test_nothing_stays_when_the_parent_ends(kind: str, how: int, tmp_path: Path)
         assert holder.wait(30.0) != 0
     await_that(lambda: not any(map(runs, pids)))
     await_that(lambda: not list(tmp_path.iterdir()))
+
+
+HELD = """
+import os, signal, sys, time
+from tests.workers.handlers import Doing, hold_the_lock
+from xrlflow.workers import Forks, Processes
+if sys.argv[1] == "preparing":
+    place = Forks(hold_the_lock)
+    pid = place.server.pid
+else:
+    place = {"started": Processes, "patient": lambda: Processes(patience=0.2), "forked": lambda: Forks(time.monotonic)}
+    place = place[sys.argv[1]]()
+    worker = place.worker(Doing, "it")
+    worker.begin("process")
+    pid = worker.reply()
+    worker.begin("hold the lock")
+print(pid, flush=True)
+time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("kind", ["started", "patient", "forked", "preparing"])
+def test_what_holds_the_lock_ends_with_its_parent(kind: str, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", HELD, kind],
+        capture_output=True,
+        text=True,
+        env=environment(TMPDIR=str(tmp_path)),
+    )
+    pid = int(ran.stdout)
+    try:
+        await_that(lambda: not runs(pid), 20.0)
+        await_that(lambda: not list(tmp_path.iterdir()))
+    finally:
+        if runs(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+KILLED = """
+import os, signal, time
+from tests.workers.handlers import Doing
+from xrlflow.workers import Forks, Processes
+workers = [Processes(patience=2.0).worker(Doing, "it") for _ in range(3)]
+place = Forks(time.monotonic)
+print(len(os.listdir(os.environ["TMPDIR"])), *(w.process.pid for w in workers), place.server.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_stays_of_what_was_just_started(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", KILLED], capture_output=True, text=True, env=environment(TMPDIR=str(tmp_path))
+    )
+    folders, *pids = map(int, ran.stdout.split())
+    assert folders == len(pids) == 4
+    await_that(lambda: not any(map(runs, pids)))
+    await_that(lambda: not list(tmp_path.iterdir()))
+
+
+def test_a_place_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for attempt in (
+        lambda: Forks(lambda: None),
+        lambda: Processes(patience=1.0).worker(lambda: Doing(), "it"),
+    ):
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            attempt()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as if the disk were full
+    try:
+        with pytest.raises(WorkerError, match=r"^no process can be started \(File too large\)$"):
+            Forks(time.monotonic)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    for attempt in (lambda: Forks(time.monotonic), lambda: Processes(patience=1.0).worker(Doing, "it")):
+        with pytest.raises(WorkerError, match=r"^no process can be started \(No such file or directory\)$"):
+            attempt()
+
+
+def test_a_forked_worker_that_never_was_ready_is_ended(forks: Forks) -> None:
+    worker = forks.worker(Doing, "worker 7")
+    worker.begin("process")
+    worker.reply()
+    server = psutil.Process(forks.server.pid)
+    others = set(server.children()) - {psutil.Process(worker.process.pid)}
+    for make in (never_made, Doing):
+        forks.worker(make, "another").close()
+    worker.close()
+    await_that(lambda: set(server.children()) <= others)
+
+
+def test_workers_that_fail_together_failed_once(tmp_path: Path, place: WorkerFactory) -> None:
+    with WorkerPool(place, partial(made_later, str(tmp_path), 3), 3) as pool:
+        assert len(dict(pool.work(iter(["process"] * 3)))) == 3
+        assert len(list(tmp_path.iterdir())) > 3
 
 
 def test_a_tidy_worker_unwinds(tmp_path: Path) -> None:

@@ -63,10 +63,12 @@ class _QueuedTask:
 
 @dataclass(slots=True)
 class _Member:
-    """A worker of the pool, and what it does. `limit`: until when it may be silent (time.monotonic)."""
+    """A worker of the pool, and what it does. `limit`: until when it may be silent (time.monotonic). `attempt`: how
+    many workers in a row had failed to start when it was started."""
 
     worker: Worker
     limit: float
+    attempt: int
     uses: int = 0
     queued: _QueuedTask | None = None
     ready: bool = False
@@ -145,8 +147,7 @@ class WorkerPool:
                     return
                 yield from self._receive(busy, queue)
         finally:
-            for member in self._busy():
-                self._end(member)
+            self._end_all(self._busy())
 
     def settle(self) -> None:
         """Start all workers, and wait until they are ready. Raises WorkerError."""
@@ -199,7 +200,7 @@ class WorkerPool:
             if not self._members:
                 raise
             return None
-        member = _Member(worker, time.monotonic() + self._terms.start)
+        member = _Member(worker, time.monotonic() + self._terms.start, self._failed_starts)
         self._members.append(member)
         return member
 
@@ -245,7 +246,8 @@ class WorkerPool:
         self._end(member)
         queued = member.queued
         if not member.worker.ready:
-            self._failed_starts += 1
+            if member.attempt >= self._failed_starts:  # and not one of several that failed together
+                self._failed_starts += 1
             if self._failed_starts >= ATTEMPTS:
                 raise WorkerError(f"no {self._name} can be started: {lost}") from lost
         elif queued is not None:
@@ -286,9 +288,13 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers. The pool may be used again, with new ones."""
-        for worker in self.workers:
-            worker.release()
-        for member in list(self._members):
+        self._end_all(list(self._members))
+
+    def _end_all(self, members: Sequence[_Member]) -> None:
+        """End members, in the time that one of them needs."""
+        for member in members:
+            member.worker.release()
+        for member in members:
             self._end(member)
 
     def __enter__(self) -> Self:

@@ -8,6 +8,7 @@ Its standard error goes to a file, whose last error is part of the reason why a 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import pickle
@@ -22,7 +23,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import spawn
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +33,7 @@ from xrlflow.common.text import printable, shortened
 from xrlflow.workers import serving
 from xrlflow.workers.channel import Channel, wait
 from xrlflow.workers.protocol import Failure, Kind, MakeHandler, Worker, WorkerError, WorkerLate, WorkerLost
-from xrlflow.workers.serving import FORK, KILLED, REQUEST, STATUS, Message, Ready
+from xrlflow.workers.serving import DROP, END, FORK, KILLED, REQUEST, STATUS, Message, Ready
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -62,6 +63,15 @@ def command(module: str, function: str, *arguments: float | str) -> list[str]:
     return [sys.executable, "-c", f"{path}; from {module} import {function}; {function}(*{arguments!r})"]
 
 
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Raises WorkerError if the system has no room: for a process, a socket, a file."""
+    try:
+        yield
+    except OSError as error:
+        raise WorkerError(f"no process can be started ({error.strerror})") from error
+
+
 class Process(Protocol):
     """A worker's process. `pid`: 0 until it is known. `logs`: its output; the first log with an error counts."""
 
@@ -70,7 +80,11 @@ class Process(Protocol):
 
     def end(self, patience: float) -> int | None:
         """Wait `patience` seconds until it ends, then kill it. Returns how it ended, as `Popen.returncode`; None if it
-        was killed by this call. A second call is harmless."""
+        was killed by this call. It is called once."""
+        ...
+
+    def release(self) -> None:
+        """Let it end by itself, as if this process had ended."""
         ...
 
     def close(self) -> None:
@@ -85,23 +99,24 @@ class Started:
     def __init__(
         self, function: Callable[..., None], variables: Mapping[str, str], folder: str, *arguments: float
     ) -> None:
-        self.folder = folder
-        self.socket, theirs = socket.socketpair()
-        log = tempfile.TemporaryFile()  # noqa: SIM115  (it is read when the process has died)
-        self.logs: Sequence[IO[bytes]] = (log,)
         if folder:
             variables = {"TMPDIR": folder, **variables}
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    command(function.__module__, function.__name__, theirs.fileno(), folder, *arguments),
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, pass_fds=(theirs.fileno(),),
-                    start_new_session=True, env=environment(**variables),
-                )  # fmt: skip
-        except OSError as error:
-            self.socket.close()
-            self.close()
-            raise WorkerError(f"no process can be started ({error.strerror})") from error
+        with _starting(), contextlib.ExitStack() as files:
+            if folder:
+                files.callback(shutil.rmtree, folder, ignore_errors=True)
+            log = files.enter_context(tempfile.TemporaryFile())
+            self.socket, theirs = map(files.enter_context, socket.socketpair())
+            self._life, watched = map(files.enter_context, socket.socketpair())
+            ends = (theirs.fileno(), watched.fileno())
+            self._process = subprocess.Popen(
+                command(function.__module__, function.__name__, *ends, folder, *arguments),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, pass_fds=ends,
+                start_new_session=True, env=environment(**variables),
+            )  # fmt: skip
+            theirs.close()
+            watched.close()
+            self._files = files.pop_all()
+        self.logs: Sequence[IO[bytes]] = (log,)
         self.pid = self._process.pid
 
     def end(self, patience: float) -> int | None:
@@ -124,11 +139,11 @@ class Started:
             time.sleep(0.002)
         return True
 
+    def release(self) -> None:
+        self._life.close()
+
     def close(self) -> None:
-        for log in self.logs:
-            log.close()
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self._files.close()
 
 
 class ProcessWorker:
@@ -143,7 +158,7 @@ class ProcessWorker:
     ) -> None:
         self.name, self.ready = name, False
         self.process, self.channel, self._patience = process, Channel(end), patience
-        self._busy = False
+        self._busy, self._released = False, math.inf
         self._replies: deque[Any] = deque()
         self._messages: list[Any] = []
         self.lost: WorkerLost | None = None
@@ -229,16 +244,19 @@ class ProcessWorker:
 
     def release(self) -> None:
         """Let it end by itself, so that `close` waits for a shorter time."""
+        self._released = min(self._released, time.monotonic())
         self.channel.close()
+        self.process.release()
 
     def close(self) -> None:
         if self.lost is None:
-            self._end(self._patience)
+            self.release()
+            self._end(max(self._released + self._patience - time.monotonic(), 0.0))
             self.lost = WorkerLost(f"{self.name} is closed")
 
     def disown(self) -> None:
         """Leave it to the process that this one was forked from."""
-        self.channel.close()
+        self.release()
         if self.lost is None:
             self.lost = WorkerLost(f"{self.name} belongs to the process that this one was forked from")
 
@@ -323,7 +341,8 @@ class Processes(Local):
     def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
         pickled = _pickled(make)
         first = (_pickled(_modules(name, b"__main__" in pickled)), pickled)
-        folder = tempfile.mkdtemp(prefix="xrlflow-worker-") if self._patience else ""
+        with _starting():
+            folder = tempfile.mkdtemp(prefix="xrlflow-worker-") if self._patience else ""
         process = Started(serving.serve, self._variables, folder, self._patience)
         return ProcessWorker(process, process.socket, first, name, self._patience)
 
@@ -338,23 +357,30 @@ class Forks(Local):
 
     def __init__(self, prepare: Callable[[], object], variables: Mapping[str, str] | None = None) -> None:
         super().__init__()
-        self.folder = tempfile.mkdtemp(prefix="xrlflow-worker-")
-        with open(os.path.join(self.folder, serving.PREPARE), "wb") as file:
-            pickled = _pickled(prepare)
-            file.write(_pickled(_modules("forks", b"__main__" in pickled)) + pickled)
+        pickled = _pickled(prepare)
+        modules = _pickled(_modules("forks", b"__main__" in pickled))
+        with _starting(), contextlib.ExitStack() as failed:
+            self.folder = tempfile.mkdtemp(prefix="xrlflow-worker-")
+            failed.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            with open(os.path.join(self.folder, serving.PREPARE), "wb") as file:
+                file.writelines((modules, pickled))
+            failed.pop_all()
         self.server = Started(serving.serve_forks, variables or {}, self.folder)
-        self._owned = True
+        self._owned, self._numbers = True, itertools.count()
         _OWN.add(self)
 
     def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
         if not self._owned:
             raise WorkerError("no process can be started (this one was forked from the one that can)")
         pickled = _pickled(make)
-        ours, theirs = socket.socketpair()
-        log = tempfile.TemporaryFile()  # noqa: SIM115  (it is read when the process has died)
+        number = next(self._numbers)
+        with _starting():
+            ours, theirs = socket.socketpair()
+            log = tempfile.TemporaryFile()  # noqa: SIM115  (it is read when the process has died)
         with theirs, contextlib.suppress(OSError):  # if the server is dead, the worker counts as lost
-            socket.send_fds(self.server.socket, [REQUEST.pack(FORK, 0.0)], [theirs.fileno(), log.fileno()])
-        return ProcessWorker(_Forked(self.server, log), ours, (pickled,), name)
+            request = REQUEST.pack(FORK, number, 0.0)
+            socket.send_fds(self.server.socket, [request], [theirs.fileno(), log.fileno()])
+        return ProcessWorker(_Forked(self.server, number, log), ours, (pickled,), name)
 
     def close(self) -> None:
         self.server.socket.close()
@@ -365,6 +391,7 @@ class Forks(Local):
     def disown(self) -> None:
         """Leave the workers to the process that this one was forked from."""
         self.server.socket.close()
+        self.server.release()
         self._owned = False
 
     def __enter__(self) -> Self:
@@ -392,21 +419,26 @@ os.register_at_fork(after_in_child=_disown)
 class _Forked:
     """A process that was forked from a server. Only the server can wait for it."""
 
-    def __init__(self, server: Started, log: IO[bytes]) -> None:
+    def __init__(self, server: Started, number: int, log: IO[bytes]) -> None:
         self.pid = 0
         self.logs: Sequence[IO[bytes]] = (log, *server.logs)
-        self._server = server
+        self._server, self._number = server, number
 
     def end(self, patience: float) -> int | None:
+        # Before the worker is ready, the server may be busy for long, and cannot reply.
+        order = END if self.pid or patience else DROP
         with contextlib.suppress(OSError):  # the server is dead
-            if self.pid:
-                self._server.socket.sendall(REQUEST.pack(self.pid, patience))
-                if reply := self._server.socket.recv(STATUS.size):
-                    self.pid = 0
-                    (status,) = STATUS.unpack(reply)
+            self._server.socket.sendall(REQUEST.pack(order, self._number, patience))
+            if order == DROP:
+                return None
+            while reply := self._server.socket.recv(STATUS.size):
+                number, status = STATUS.unpack(reply)
+                if number == self._number:  # an interrupt may have left another one unread
                     return None if status == KILLED else int(status)
-        # If it never sent its number, it ends when it finds its connection closed.
         return self._server.end(0.0) if self._server.ends(min(patience, 1.0)) else None
+
+    def release(self) -> None:
+        """Nothing to do: it ends when it finds its connection closed."""
 
     def close(self) -> None:
         self.logs[0].close()

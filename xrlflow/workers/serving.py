@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import struct
-import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -23,11 +22,13 @@ from xrlflow.workers.protocol import Failure, Handler
 
 PREPARE = "prepare"
 """The file in a server's folder that says which function it calls first."""
-REQUEST = struct.Struct("!id")
-"""A request to a server: FORK, with a connection and a log; or the worker to wait for, and for how many seconds."""
-STATUS = struct.Struct("!i")
-"""Its reply: how that worker ended, as `Popen.returncode`; KILLED: it did not end, and was killed."""
-FORK = 0
+REQUEST = struct.Struct("!Bid")
+"""A request to a server: what to do, the number of a worker, and how many seconds it has to end. With FORK come a
+connection and a log."""
+FORK, END, DROP = range(3)
+"""Start a worker; end it, and reply how it ended; end it, without a reply."""
+STATUS = struct.Struct("!ii")
+"""The number of a worker, and how it ended, as `Popen.returncode`; KILLED: it did not end, and was killed."""
 KILLED = 1 << 16
 
 
@@ -62,12 +63,11 @@ def tell(content: Any) -> None:
         _connection.send(Message(content))
 
 
-def serve(descriptor: int, folder: str, patience: float) -> None:
+def serve(descriptor: int, life: int, folder: str, patience: float) -> None:
     """Be a worker until the other end of the connection is closed. See `process.Processes`."""
-    os.set_inheritable(descriptor, False)
-    threading.Thread(target=_end_with_parent, args=(descriptor, folder, patience), daemon=True).start()
     if patience:
         signal.signal(signal.SIGTERM, _terminated)
+    _end_with_parent(descriptor, life, folder, patience)
     connection: Connection[Any, Any] = Connection(descriptor)
     try:
         spawn.prepare(connection.recv())
@@ -90,16 +90,37 @@ def _closed(descriptor: int, milliseconds: int | None = None) -> bool:
     return bool(poll.poll(milliseconds))
 
 
-def _end_with_parent(descriptor: int, folder: str, patience: float) -> None:
-    """End this process, and the processes it started, as soon as the other end is closed, whatever it is doing then.
+def _end_with_parent(descriptor: int, life: int, folder: str, patience: float = 0.0) -> None:
+    """Fork a process that ends this one, and the processes it started, as soon as the other end of `life` is closed.
 
-    A parent that is killed cannot end its children, and a child may be in an endless loop, or inside a library.
+    A parent that is killed cannot end its children. A child may be in an endless loop inside a library that does not
+    release the interpreter's lock, so that none of its threads could end it.
     """
-    _closed(descriptor)
-    if patience:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(patience)
+    os.set_inheritable(descriptor, False)
+    worker = os.getpid()
+    if os.fork():
+        os.close(life)
+        return
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.close(descriptor)  # the parent is to see when the worker closes its own
+        _closed(life)
+        if patience and os.getppid() == worker:
+            os.kill(worker, signal.SIGTERM)
+        end = time.monotonic() + patience
+        while os.getppid() == worker and time.monotonic() < end:
+            time.sleep(0.02)
+        _end_group(folder)
+    finally:
+        os._exit(1)
+
+
+def _end_group(folder: str) -> None:
+    """End all processes of this group, this one included, and remove the folder."""
     if folder:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+        time.sleep(0.05)  # until none of them writes any more
         shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
@@ -132,13 +153,15 @@ def _answer(handler: Handler, task: bytes) -> bytes:
         return pickle.dumps(Failure.of(error))
 
 
-def serve_forks(descriptor: int, folder: str) -> None:
+def serve_forks(descriptor: int, life: int, folder: str) -> None:
     """Fork a worker for each request. See `process.Forks`.
 
     When the other end is closed, all processes of this group are killed, even those in endless loops, and the folder is
     removed.
     """
+    _end_with_parent(descriptor, life, folder)
     requests = socket.socket(fileno=descriptor)
+    workers: dict[int, int] = {}
     try:
         file = Path(folder, PREPARE)
         with file.open("rb") as content:
@@ -151,23 +174,22 @@ def serve_forks(descriptor: int, folder: str) -> None:
             data, descriptors, _, _ = socket.recv_fds(requests, REQUEST.size, 2)
             if not data:
                 return
-            worker, patience = REQUEST.unpack(data)
-            if worker == FORK:
-                _fork(requests, *descriptors)
-            else:
-                requests.sendall(STATUS.pack(_reap(worker, patience)))
+            order, number, patience = REQUEST.unpack(data)
+            if order == FORK:
+                workers[number] = _fork(requests, *descriptors)
+                continue
+            status = _reap(workers.pop(number, -1), patience)
+            if order == END:
+                requests.sendall(STATUS.pack(number, status))
     except Exception:
         traceback.print_exc()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.killpg(0, signal.SIGTERM)
-        time.sleep(0.05)  # until none of them writes any more
-        shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
+        _end_group(folder)
 
 
-def _fork(requests: socket.socket, connection: int, log: int) -> None:
-    """Be a worker in a forked process, with this connection; its standard error goes to the log."""
+def _fork(requests: socket.socket, connection: int, log: int) -> int:
+    """Be a worker in a forked process, with this connection; its standard error goes to the log. Returns its number;
+    -1 if there is none."""
     try:
         process = os.fork()
     except OSError:  # out of memory: the caller sees that the connection closes
@@ -176,7 +198,7 @@ def _fork(requests: socket.socket, connection: int, log: int) -> None:
     if process != 0:
         os.close(connection)
         os.close(log)
-        return
+        return process
     status = 1
     try:
         requests.close()
@@ -192,6 +214,8 @@ def _fork(requests: socket.socket, connection: int, log: int) -> None:
 
 
 def _reap(process: int, patience: float) -> int:
+    if process < 0:
+        return KILLED
     end = time.monotonic() + patience
     while True:
         pid, status = os.waitpid(process, os.WNOHANG)
