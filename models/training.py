@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import models
-from models import exports
+from models import exports, precision
 from models.rule_graphs import rule_graph
 from models.valleys import COMPOSITES, EXCLUDED, FAMILIES, Valley
 from rewrite_rules import LIBRARY
@@ -104,6 +104,18 @@ def export_sources() -> Iterator[Source]:
             build = functools.partial(exported, name)
             yield Source(f"{name}-export", "zoo", build)
             yield Source(f"{name}-export-scrambled", "zoo", build, 6, without=frozenset(COMPOSITES))
+
+
+def low_precision(name: str) -> Graph:
+    """A small file of models/precision.py."""
+    return load(precision.build(name, small=True)).graph
+
+
+def precision_sources() -> Iterator[Source]:
+    """Small networks in low precision, without the held-out files. They are in no curriculum yet."""
+    for name in precision.FILES:
+        if name not in precision.HELD_OUT:
+            yield Source(name, "precision", functools.partial(low_precision, name))
 
 
 def rule_sources(count: int = _RULE_GRAPHS) -> Iterator[Source]:

