@@ -841,6 +841,14 @@ def test_whole_outputs_are_compared_for_what_is_not_finite() -> None:
     assert not judge_whole(a, np.float32([1, np.nan, np.nan])).passed
 
 
+def test_equal_infinities_are_no_difference_and_warn_of_nothing() -> None:
+    outputs = np.float32([1, -np.inf, np.inf])
+    with np.errstate(all="raise"):
+        judgement = judge_whole(outputs, outputs.copy())
+    assert judgement.passed
+    assert judgement.difference == 0
+
+
 def test_a_verification_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     result: Verification = verify(net(), net())
     assert "(layers)" in result.message()

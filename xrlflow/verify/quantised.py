@@ -536,7 +536,8 @@ def judge_whole(original: Array, new: Array, exemption: Exemption = Exemption.NO
         return Judgement(Criterion.LAYERS, difference=distance(new, original)[0])
     finite = np.isfinite(wide(original)) & np.isfinite(wide(new))
     judgement = judge_floats(by_deviation(original, None), np.where(finite, original, new), exemption)
-    apart = np.max(np.abs(wide(new) - wide(original)), initial=0.0, where=finite)
+    with np.errstate(invalid="ignore"):  # of equal infinities
+        apart = np.max(np.abs(wide(new) - wide(original)), initial=0.0, where=finite)
     return replace(judgement, criterion=Criterion.LAYERS, difference=float(apart))
 
 
