@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import resource
 import threading
 import urllib.error
 import urllib.request
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from tests.report.pages import HOSTILE, control_flow, layered, measured, optimised, profiles
 from tests.rules.harness import model
 from xrlflow import api
+from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime.profile import OperatorProfile, OperatorTime, profile_operators, summed
 from xrlflow.backends.results import SpeedUp
 from xrlflow.cli import app
@@ -387,6 +389,23 @@ def test_onnx_runtime_is_profiled() -> None:
     assert calls["Loop"] == calls["If"] == 1
     assert calls["Tanh"] == 3
     assert 0 < sum(o.ms for o in found.operators) <= found.run_ms * 1.01
+
+
+def test_a_page_has_no_times_where_there_is_no_room_for_a_profile() -> None:
+    """ONNX Runtime writes a part of it, and does not complain."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+    try:
+        x = np.ones((4, 4), np.float32)
+        proto = onnx.parser.parse_model(
+            '<ir_version: 8, opset_import: ["" : 17]> g (float[4,4] x) => (float[4,4] y) { y = Relu(x) }'
+        )
+        with pytest.raises(
+            BackendError, match=r"did not write its profile: the temporary folder .* is full: make"
+        ):
+            profile_operators(proto.SerializeToString(), {"x": x}, threads=1, seconds=0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # --- words ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -17,9 +18,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import typer
 
 from tests.rules.harness import model
 from xrlflow.api import check_writable
+from xrlflow.cli.failures import clear_errors
 from xrlflow.onnxio import ModelError
 from xrlflow.storage import files
 
@@ -142,6 +145,27 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     assert files.destination(tmp_path / "fresh") == str(tmp_path / "fresh")
     with pytest.raises(ModelError, match=r"/dev/null: cannot be written \(Not a regular file\): choose"):
         check_writable("/dev/null")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_where_temporary_files_have_no_room_another_folder_is_advised(code: int, tmp_path: Path) -> None:
+    """Nobody has chosen where they are, so no other output helps."""
+    error = OSError(code, os.strerror(code))
+    folder = tempfile.gettempdir()
+    assert files.cannot_write(f"{folder}/xrlflow-abc/tmp/model.onnx", error) == (
+        f"the temporary folder {folder} is full: make room in it, or name another in TMPDIR"
+    )
+    mine = tmp_path / "model.onnx"
+    assert files.cannot_write(mine, error).startswith(f"{mine}: cannot be written ({error.strerror}): choose")
+
+
+def test_a_command_says_that_there_is_no_room(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, clear_errors():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/file")
+    assert ended.value.exit_code == 2
+    assert "error: /some/file: no room is left: make some, or name another folder" in capsys.readouterr().err
+    with pytest.raises(PermissionError), clear_errors():
+        raise PermissionError(errno.EACCES, "no")
 
 
 @pytest.mark.parametrize("name", ["with blanks", "žluťoučký", "two\nlines", "x" * 255, b"\xff\xfe"])

@@ -60,6 +60,14 @@ def clear_errors() -> Iterator[None]:
         fail(str(error))
     except MemoryError:
         fail("out of memory: the model, or one of its values, is too large for this machine")
+    except OSError as error:
+        from xrlflow.storage.files import is_full
+
+        if not is_full(error):
+            raise
+        fail(
+            f"{error.filename or 'a temporary file'}: no room is left: make some, or name another folder in TMPDIR"
+        )
     except KeyboardInterrupt:  # commands with a partial result handle it before
         interrupted()
 

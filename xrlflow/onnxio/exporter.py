@@ -45,6 +45,7 @@ from xrlflow.ops.infer import (
     type_proto,
 )
 from xrlflow.ops.schema import OPSET, output_is_optional, split_op
+from xrlflow.storage.files import cannot_write
 
 # Models with more bytes of weights get a separate file for them: a protocol buffer cannot exceed 2 GB.
 EXTERNAL_ABOVE = 3 << 29
@@ -168,7 +169,7 @@ def save(
             _write_file(file, parts, external)
             model.store.check_unchanged()
     except OSError as error:
-        raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
+        raise ModelError(cannot_write(target, error)) from error
 
 
 def check_not_data_of(model: ImportedModel, target: str) -> None:

@@ -13,6 +13,7 @@ from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.exporter import check_not_data_of
 from xrlflow.onnxio.external_data import relocate, replacing_model
 from xrlflow.onnxio.model import ImportedModel
+from xrlflow.storage.files import cannot_write
 
 
 def save_original(model: ImportedModel, path: str | os.PathLike[str]) -> None:
@@ -38,7 +39,7 @@ def save_original(model: ImportedModel, path: str | os.PathLike[str]) -> None:
             file.write(_changed(model, names) if model.fixed or names else store.data)
             store.check_unchanged()
     except OSError as error:
-        raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
+        raise ModelError(cannot_write(target, error)) from error
 
 
 def _write(data: memoryview, file: BinaryIO) -> None:

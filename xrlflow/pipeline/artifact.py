@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 from xrlflow.ir import Graph
-from xrlflow.onnxio import ImportedModel, Source, save, size_of
+from xrlflow.onnxio import ImportedModel, ModelError, Source, save, size_of
+from xrlflow.storage.files import cannot_write
 
 # The number of latest artifacts that are remembered, and of those that have a file. A comparison needs two files, and a
 # candidate with generated kernels is compiled from a third.
@@ -36,7 +37,10 @@ class Original:
         if not isinstance(self.runnable, bytes):
             return self.runnable
         file = Path(self.folder) / "original.onnx"
-        file.write_bytes(self.runnable)
+        try:
+            file.write_bytes(self.runnable)
+        except OSError as error:
+            raise ModelError(cannot_write(file, error)) from error
         return str(file)
 
 

@@ -205,8 +205,11 @@ def _profiles(
     elif not result.returned_original:
         with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
             path = os.path.join(folder, "model.onnx")
-            result.save(path)
-            after = profiler.of(path, kernels=True)
+            try:
+                result.save(path)
+                after = profiler.of(path, kernels=True)
+            except (ModelError, BackendError) as error:
+                profiler.lines.append(f"No times by operator of the result: {error}.")
     return before, after, tuple(profiler.lines)
 
 

@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -19,6 +20,8 @@ from typing import BinaryIO
 
 # The prefix of the names of unfinished files.
 UNFINISHED = ".xrlflow-"
+# The prefix of the names of temporary folders.
+TEMPORARY = "xrlflow-"
 # The largest file that is read: protobuf allows no more, and an endless pipe would use up all memory.
 MAX_BYTES = 1 << 31
 _PART = 1 << 20
@@ -43,6 +46,25 @@ def read(path: Path) -> bytes:
                     errno.EFBIG, f"it has more than {MAX_BYTES} bytes, or does not end", os.fspath(path)
                 )
     return bytes(content)
+
+
+def cannot_write(path: Path, error: OSError, instead: str = "choose another output") -> str:
+    """Why a file cannot be written, and what to do, in one line: `instead`, but room for files in our own temporary
+    folders."""
+    inside = os.path.relpath(os.path.abspath(path), os.path.abspath(tempfile.gettempdir()))
+    if is_full(error) and inside.startswith(TEMPORARY):
+        return no_room()
+    why = error.strerror or " ".join(str(error).split())
+    return f"{os.fspath(path)}: cannot be written ({why}): {instead}"
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a file system has no room, or the user may use no more of it."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def no_room() -> str:
+    return f"the temporary folder {tempfile.gettempdir()} is full: make room in it, or name another in TMPDIR"
 
 
 def destination(path: Path) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from xrlflow.backends.onnxruntime.session import open_model
-from xrlflow.backends.protocol import Feeds, ModelSource
+from xrlflow.backends.protocol import BackendError, Feeds, ModelSource
+from xrlflow.storage.files import no_room
 
 _WARM_UP = 2
 _MOST_RUNS = 100
@@ -55,7 +56,7 @@ def profile_operators(
     """Run a model for about `seconds` and return the time that ONNX Runtime's profile gives to each operator.
 
     Operators are those that run after the runtime's own fusions. Profiling slows small operators, so the sum of the
-    times is no latency. Raises BackendError if the model cannot be loaded or run.
+    times is no latency. Raises BackendError if the model cannot be loaded or run, or if the profile cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="xrlflow-profile-") as folder:
         with open_model(
@@ -69,7 +70,10 @@ def profile_operators(
                 run()
                 runs += 1
             file = opened.session.end_profiling()
-        events = json.loads(Path(file).read_text(encoding="utf-8", errors="replace"))
+        try:
+            events = json.loads(Path(file).read_text(encoding="utf-8", errors="replace"))
+        except (OSError, ValueError) as error:  # ONNX Runtime does not say that it could not write
+            raise BackendError(f"ONNX Runtime did not write its profile: {no_room()}") from error
     return summed(events, 1 + _WARM_UP)
 
 

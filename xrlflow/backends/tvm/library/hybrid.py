@@ -14,7 +14,7 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TypeProto
 
 from xrlflow.backends.library_files import check_library_path, library_path
-from xrlflow.backends.protocol import BackendError, one_line
+from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, AlgorithmChoice, Algorithms
 from xrlflow.backends.tvm.library.kernel_library import (
     BuiltLibrary,
@@ -42,6 +42,7 @@ from xrlflow.onnxio.regions import (
     with_guard,
 )
 from xrlflow.onnxio.versions import opset_of
+from xrlflow.storage import files
 
 # Operators that are left to ONNX Runtime. Their kernels call functions of TVM's runtime, or compute in integers more
 # slowly than ONNX Runtime does, or return another index if numbers are infinite.
@@ -108,7 +109,7 @@ class Hybrid:
             self.library.save(library_path(path))
             save_regions(self.model, path)
         except OSError as error:
-            raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
+            raise BackendError(files.cannot_write(path, error)) from error
 
 
 @dataclass(frozen=True, slots=True)

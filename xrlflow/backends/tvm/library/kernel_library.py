@@ -194,7 +194,7 @@ def _put(path: Path, build: Callable[[Path], Path]) -> None:
         with tempfile.TemporaryDirectory(prefix=files.UNFINISHED, dir=target.parent) as folder:
             files.put(build(Path(folder)), target)
     except OSError as error:
-        raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
+        raise BackendError(files.cannot_write(path, error)) from error
 
 
 def kernel_library(

@@ -222,7 +222,7 @@ class TvmModel:
                 files.put(description, interface_file)
                 files.put(library, target)
         except OSError as error:
-            raise BackendError(f"{target}: cannot be written: {error.strerror or one_line(error)}") from error
+            raise BackendError(files.cannot_write(target, error)) from error
         except RuntimeError as error:  # TVM's, with the linker's output
             raise BackendError(f"{target}: cannot be built: {one_line(error)}") from error
 
