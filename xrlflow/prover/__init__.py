@@ -1,5 +1,6 @@
-"""Proofs of rewrite rules: cases that are drawn, evaluated over prime fields, in float64 and in ONNX Runtime; and wrong
-rules, which they have to reject."""
+"""Proofs of rewrite rules. Cases of a rule are drawn and evaluated over prime fields, in float64 and in ONNX Runtime.
+The same tests have to reject wrong rules (mutants).
+"""
 
 from xrlflow.prover.proof import Certificate, prove, prove_all, prove_by
 

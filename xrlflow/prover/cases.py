@@ -1,4 +1,6 @@
-"""Cases of a rule, and the tests that a case must pass. A case is a small graph, a match in it, and the result."""
+"""Cases of a rule, and the tests that a case must pass. A case is a small graph, a match in it, and the graph after the
+substitution.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +30,24 @@ from xrlflow.rewrite.state import build_edit, fingerprint_shift, match_all
 
 Array = npt.NDArray[Any]
 Feeds = dict[Value, Array]
-# Draws floats for a shape and an element type, as elements of the field.
+# A function that draws floats of a shape and an element type, as elements of the field.
 DrawFloats = Callable[[tuple[int, ...], DType], Array]
 
-# A false rule passes with less than this probability.
+# A wrong rule passes the test over prime fields with less than this probability.
 MAX_FALSE_PASS = 1e-12
 _MOST_TRIALS = 40
-# Tolerance for another order of float64 operations, relative to the largest number of an output.
+# Tolerance for the sides' different orders of float64 operations, relative to the largest number of an output.
 _REORDERED = 1e-9
-# The same for rules whose sides hold constants that were rounded to float32.
+# The same tolerance for rules whose sides hold constants that were rounded to float32.
 _ROUNDED = 2.0**-20
-# Smaller outputs are judged as if they were of this size: they result from numbers around 1.
+# The least scale of a tolerance. If the largest number of an output is smaller, the output is compared as if that
+# number were this: it results from numbers around 1.
 _LEAST_SCALE = 1e-9
 # The unit of float32 errors in ONNX Runtime, relative to the largest number of an output.
 _UNIT = 2.0**-24
 
 
-# Operators that float64 computes exactly for float32 numbers, if these do not differ too much in size.
+# Operators that float64 computes exactly for float32 numbers, if the magnitudes of these do not differ too much.
 _EXACT_OPERATORS = frozenset({"Add", "Sub", "Mul", "Neg", "MatMul", "ReduceSum", "Sum"})
 
 
@@ -67,7 +70,7 @@ class ProofBuilder(GraphBuilder):
         return Val(self.graph, value, self.graph.leaves.types[value])
 
     def _propagate(self, edit: Edit) -> Edit:
-        return edit  # propagation would compute in real numbers
+        return edit  # propagation would evaluate constants in real numbers, without rounding
 
     def _fold(
         self, op: str, attrs: Attrs, inputs: tuple[Value, ...], types: tuple[TensorType, ...]
@@ -77,7 +80,7 @@ class ProofBuilder(GraphBuilder):
         moves = spec is not None and spec.proof in ("movement", "integer")
         if not floats or moves:
             return super()._fold(op, attrs, inputs, types)
-        # For doubles rounding cannot be detected: no wider type is at hand.
+        # Rounding of doubles cannot be detected, because NumPy has no wider type to compare with.
         is_exact = op in _EXACT_OPERATORS and all(t.dtype != DType.DOUBLE for t in types)
         folded = super()._fold(op, attrs, inputs, types) if is_exact else None
         if folded is None:
@@ -95,7 +98,7 @@ class Wrong(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """One application of a rule: `before` and `after` compute the same if the rule is right."""
+    """One application of a rule: the graph before and after it. Both compute the same if the rule is right."""
 
     problem: Problem
     match: Match
@@ -118,7 +121,7 @@ class Case:
 def find_cases(library: Library, problem: Problem) -> tuple[list[Case], list[Refused]]:
     """All cases of the library's only rule in a graph, and all near misses.
 
-    Raises RuleError, and any exception that a wrong rule raises.
+    Raises RuleError, and any other exception that a wrong rule raises.
     """
     library.refusals = refusals = []
     cases = []
@@ -135,7 +138,7 @@ def find_cases(library: Library, problem: Problem) -> tuple[list[Case], list[Ref
 
 
 def applied(problem: Problem, match: Match, builder: GraphBuilder | None = None) -> Case | None:
-    """The case of one match; None if the edit changes nothing. Raises what `build_edit` raises."""
+    """The case that a match gives; None if the edit changes nothing. Raises what `build_edit` raises."""
     edit = build_edit(problem.graph, match, builder or ProofBuilder(problem.graph))
     if not fingerprint_shift(problem.graph, edit):
         return None
@@ -161,9 +164,10 @@ def bindings(problem: Problem, rng: np.random.Generator) -> dict[str, int]:
 def tried_bindings(
     problem: Problem, rng: np.random.Generator, nonempty: bool = False
 ) -> Iterator[dict[str, int]]:
-    """Sizes for the symbolic dimensions, to be tried in order until the left side has a value.
+    """Sizes for the symbolic dimensions, by name. The caller tries one after the other until the left side has a value.
 
-    First random sizes, then all dimensions alike, then random ones again. With `nonempty` all sizes are at least 1.
+    First come random sizes, then the same size for all dimensions, then random ones again. With `nonempty` all sizes
+    are at least 1.
     """
     minimum = 1 if nonempty else 0
 
@@ -178,13 +182,15 @@ def tried_bindings(
 
 
 def shape_of(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
-    """The sizes of a type whose names are bound to `numbers`. What is not known is 2, or the number of ""."""
+    """The sizes of a type whose names are bound to `numbers`. An unknown dimension, and a name that is not bound, are
+    2; if `numbers` has the key "", unknown dimensions are its number.
+    """
     return tuple(d if isinstance(d, int) else numbers.get(d or "", 2) for d in type.shape or ())
 
 
 # Graphs with a larger tensor are not evaluated.
 _MOST_ELEMENTS = 1 << 19
-# Normally distributed numbers of this scale are in the range of the type.
+# Numbers from a normal distribution with this standard deviation are in the range of the type.
 _TYPICALLY_MOST = {DType.FLOAT16: 1e4, DType.BFLOAT16: 1e37, DType.FLOAT: 1e37}
 _LARGE = 1 << 11
 
@@ -207,7 +213,7 @@ def says_where(op: str, index: int) -> bool:
 
 @lru_cache(maxsize=256)
 def placing(problem: Problem) -> frozenset[Value]:
-    """The values on which sizes, indices or counts depend. These are not data."""
+    """The values from which the graph computes sizes, indices or counts. Their integers are not data."""
     graph = problem.graph
     values = set[Value]()
     for node in reversed(graph.topological()):
@@ -223,9 +229,9 @@ def draw_feeds(
     floats: DrawFloats,
     wide: bool = False,
 ) -> Feeds:
-    """Random values of the graph's inputs and opaque constants. `floats` draws those of float types.
+    """Random values of the graph's inputs and opaque constants. `floats` draws the values of float types.
 
-    Integers are small. With `wide`, those that are data are drawn from the full range of their type. Raises Unusable
+    Integers are small. With `wide`, integers that are data are drawn from the full range of their type. Raises Unusable
     if a tensor is too large to be evaluated.
     """
     graph = problem.graph
@@ -249,18 +255,20 @@ def draw_feeds(
 
 
 def too_large(problem: Problem) -> bool:
-    """Whether a tensor has too many elements to be evaluated."""
+    """Whether the graph has a tensor with too many elements to be evaluated."""
     return elements(problem) > _MOST_ELEMENTS
 
 
 def large(problem: Problem) -> bool:
-    """Whether a tensor is so large that only a few such graphs are tested."""
+    """Whether the graph has a tensor so large that only a few such graphs are tested."""
     return elements(problem) > _LARGE
 
 
 @lru_cache(maxsize=256)
 def elements(problem: Problem) -> int:
-    """The number of elements of the largest tensor, padded inputs of windows included. Symbols count as 2."""
+    """The number of elements of the graph's largest tensor. Inputs of windows (Conv, pooling) count with their padding,
+    symbolic dimensions as 2.
+    """
     graph = problem.graph
     padded = [1]
     for node in graph.nodes():
@@ -278,7 +286,7 @@ class Unusable(Exception):
 
 
 def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], list[Array]]:
-    """The outputs of both sides.
+    """The outputs of the left and of the right side.
 
     Raises NotEvaluable, ZeroDenominator, Unusable if the left side fails, and Wrong if only the right side fails.
     """
@@ -288,7 +296,7 @@ def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], lis
         raise
     except Exception as error:  # NumPy may raise anything for inputs that do not fit
         raise Unusable(f"{type(error).__name__}: {error}") from error
-    if any(a.size > _MOST_ELEMENTS for a in left):  # its size depends on the numbers of the inputs
+    if any(a.size > _MOST_ELEMENTS for a in left):  # the sizes of an output depend on the inputs' numbers
         raise Unusable("it is too large")
     try:
         return left, evaluation(case.after).run(feeds, field)
@@ -299,13 +307,15 @@ def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], lis
 
 
 def usable(problem: Problem, rng: np.random.Generator) -> bool:
-    """Whether the graph can be evaluated. ONNX's inference admits some inputs that operators refuse."""
+    """Whether the graph can be evaluated for some inputs. ONNX's shape inference admits some graphs that operators
+    refuse.
+    """
     for numbers in tried_bindings(problem, rng):
         try:
             feeds = draw_feeds(problem, numbers, rng, drawn_floats(rng, "positive", 1.0))
             evaluate_graph(problem.graph, feeds, MACHINE)
         except NotEvaluable:
-            return True  # we cannot tell
+            return True  # the evaluator lacks an operator, so the graph may be usable
         except Exception:  # NumPy may raise anything for inputs that do not fit
             continue
         return True
@@ -325,7 +335,9 @@ def _check_types_and_shapes(left: list[Array], right: list[Array]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FieldResult:
-    """The result of the test over fields: how many trials agreed, and a bound of a false rule's chance to pass."""
+    """The result of the test over prime fields: the number of trials that agreed, and a bound of the probability that a
+    wrong rule passes all of them.
+    """
 
     trials: int
     bound: float
@@ -334,9 +346,10 @@ class FieldResult:
 def check_field(
     case: Case, rng: np.random.Generator, probability: float = MAX_FALSE_PASS
 ) -> FieldResult | None:
-    """Evaluate both sides over prime fields until a false rule would pass with a probability below `probability`.
+    """Evaluate both sides over prime fields until a wrong rule would pass with a probability below `probability`.
 
-    None if an operator is not defined over a field or the left side has no value. Raises Wrong if the sides differ.
+    Returns None if an operator is not defined over a field or the left side has no value. Raises Wrong if the sides
+    differ.
     """
     degrees = Degrees()
     bounds = _degrees(case, rng, degrees)
@@ -376,10 +389,12 @@ def check_field(
 def _degrees(
     case: Case, rng: np.random.Generator, degrees: Degrees
 ) -> tuple[dict[str, int], list[Array], list[Array]] | None:
-    """Sizes for the symbolic dimensions, and both sides over `degrees`; None if the left side has no value."""
+    """Sizes for the symbolic dimensions, and both sides evaluated over `degrees`; None if the left side has
+    no value.
+    """
     for numbers in tried_bindings(
         case.problem, rng
-    ):  # integers and booleans are drawn anew too: they may decide whether the left side has a value
+    ):  # integers and booleans are drawn anew in each attempt: they may decide whether the left side has a value
         try:
             left, right = both_sides(
                 case,
@@ -398,10 +413,10 @@ def _degrees(
 
 
 def magnitudes(case: Case, numeric: bool) -> Iterator[tuple[str, float]]:
-    """The kinds and scales of inputs to draw.
+    """The kinds and the scales of inputs to draw.
 
-    They are standard normal and positive numbers, numbers that overflow in a cast of the graph to a narrow type, and
-    for numeric rules very small and very large numbers.
+    They are standard normal numbers, positive numbers, numbers that overflow where the graph casts to a narrow type,
+    and for numeric rules very small and very large numbers.
     """
     yield "normal", 1.0
     yield "positive", 1.0
@@ -417,7 +432,7 @@ def magnitudes(case: Case, numeric: bool) -> Iterator[tuple[str, float]]:
 def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
     """Evaluate both sides in float64, with ordinary numbers and with NaN, infinities and negative zeros.
 
-    `may_add_nonfinite` and `may_remove_nonfinite` of the rule say what may differ where a number is not finite.
+    The rule's `may_add_nonfinite` and `may_remove_nonfinite` say how the sides may differ where a number is not finite.
     Returns the number of draws for which the left side has a value. Raises Wrong, NotEvaluable.
     """
     draws = 0
@@ -430,7 +445,7 @@ def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
         _compare_case(case, *results, tolerance, rule)
         draws += 1
     for turn, special in enumerate((np.nan, np.inf, -np.inf, -0.0)):
-        # An empty sum is 0, but in another order of operations 0 times infinity is NaN: hence `nonempty`.
+        # An empty sum is 0, but 0 times infinity, as another order of operations computes it, is NaN. Hence `nonempty`.
         normal = drawn_floats(rng, "normal", 1.0)
         results = _evaluated(case, rng, normal, special, wide=turn % 2 == 0, nonempty=rule.nonempty)
         if results is None:
@@ -451,7 +466,9 @@ def _evaluated(
     wide: bool = False,
     nonempty: bool = False,
 ) -> tuple[Feeds, list[Array], list[Array]] | None:
-    """Inputs and both sides; None if the left side has no value. If `special` is given, each float input holds it."""
+    """Inputs, and both sides for them; None if the left side has no value. Each float input holds the number `special`,
+    if it is given.
+    """
     for numbers in tried_bindings(case.problem, rng, nonempty):
         try:
             feeds = draw_feeds(case.problem, numbers, rng, floats, wide)
@@ -464,13 +481,15 @@ def _evaluated(
 
 
 def drawn_floats(rng: np.random.Generator, kind: str, size: float) -> DrawFloats:
-    """Draws numbers of the standard normal distribution times `size`; of the kind "positive" from 0.05 on."""
+    """A function that draws standard normal numbers times `size`, or for the kind "positive" positive numbers from 0.05
+    on.
+    """
 
     def draw(shape: tuple[int, ...], dtype: DType) -> Array:
         numbers = rng.standard_normal(shape)
         if kind == "positive":
             numbers = np.abs(numbers) + 0.05
-        # Finite, and rounded to the type, as the runtime will get them.
+        # The numbers are finite and rounded to the type, as the runtime will get them.
         return round_to(numbers * min(size, _TYPICALLY_MOST.get(dtype, size)), dtype)
 
     return draw
@@ -489,8 +508,8 @@ def _compare_case(
 ) -> None:
     """Compare the outputs of both sides. Raises Wrong if they differ.
 
-    If there are numbers that are not finite, and the rule may change them, only the replaced outputs are compared. The
-    others may then differ in finite numbers too: exp(-inf) is 0.
+    If some numbers are not finite, and the rule may change those, only the replaced values are compared. The graph's
+    other outputs may then differ in finite numbers, too, since exp(-inf) is 0.
     """
     loose = (rule.may_add_nonfinite or rule.may_remove_nonfinite) and not _finite(left)
     if not loose:
@@ -511,7 +530,7 @@ def _finite(arrays: Iterable[Array]) -> bool:
 
 
 def _replaced(case: Case, feeds: Feeds) -> list[Array]:
-    """The left side's numbers for the values that the right side replaces."""
+    """The values that the right side replaces, as the left side computes them."""
     graph = case.before
     inner = Graph.make(graph.topological(), graph.inputs, tuple(case.replaced), graph.leaves)
     return evaluation(inner).run(feeds, MACHINE)
@@ -520,7 +539,7 @@ def _replaced(case: Case, feeds: Feeds) -> list[Array]:
 def compare(
     left: list[Array], right: list[Array], tolerance: float, spreads: bool = False, mends: bool = False
 ) -> None:
-    """Raises Wrong unless the right side equals the left one.
+    """Raises Wrong unless the right side's outputs equal those of the left side.
 
     `tolerance` is relative to the largest number of an output. With `spreads` (`may_add_nonfinite`) infinity and NaN
     count as equal, and the right side may be NaN anywhere. With `mends` (`may_remove_nonfinite`) the right side may be
@@ -556,7 +575,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class RuntimeResult:
-    """For each float output the greatest errors of the left and the right side, in units of rounding (`_UNIT`)."""
+    """For each float output the greatest errors of the left and of the right side, in units of rounding (`_UNIT`)."""
 
     errors: tuple[tuple[float, float], ...]
 
@@ -566,7 +585,7 @@ class RuntimeResult:
         return max((math.log2(max(new, 1.0) / max(own, 1.0)) for own, new in self.errors), default=-math.inf)
 
     def joined(self, other: RuntimeResult) -> RuntimeResult:
-        """The greatest errors of two runs of one case. In a single run the left side may be exact by luck."""
+        """The greatest errors over two runs of one case. In a single run the left side may be exact by luck."""
         pairs = zip(self.errors, other.errors, strict=True)
         return RuntimeResult(tuple((max(a, c), max(b, d)) for (a, b), (c, d) in pairs))
 
@@ -578,10 +597,11 @@ def whole_types(case: Case) -> frozenset[DType]:
 
 
 def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> RuntimeResult | None:
-    """Run both sides in ONNX Runtime without its optimisations and compare them with our float64 results.
+    """Run both sides in ONNX Runtime without its optimisations, and compare them with xrlflow's own float64 results.
 
-    With `wide`, integers that are data are drawn from their full range. None if the runtime does not run the left
-    side, or if a tensor is empty: several kernels refuse empty tensors, and some (ConvTranspose) crash. Raises Wrong.
+    With `wide`, integers that are data are drawn from their full range. Returns None if the runtime does not run the
+    left side, or if a tensor is empty: several kernels refuse empty tensors, and some (ConvTranspose) crash. Raises
+    Wrong.
     """
     if any(case.before.type(v).dtype == DType.BFLOAT16 for v in case.before.inputs):
         return None  # the runtime takes no NumPy arrays of this type
@@ -621,7 +641,7 @@ def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> R
             continue
         finite = np.isfinite(y) & np.isfinite(a) & np.isfinite(b)
         if not finite.any() or not np.abs(y[finite]).max():
-            errors.append((0.0, 0.0))  # nothing is lost
+            errors.append((0.0, 0.0))  # all numbers are 0 or not finite: there is no rounding error
             continue
         unit = _UNIT * 2 ** (10 if a.dtype.itemsize == 2 else 0) * float(np.abs(y[finite]).max())
         own, new = (float(np.abs(s[finite].astype(np.float64) - y[finite]).max()) for s in (a, b))

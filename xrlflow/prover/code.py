@@ -1,7 +1,7 @@
 """Mutants of a rule's code: in one function one comparison, number or operator is changed.
 
-The functions are those of the rule's class, and those of the rule's package that they call. A mutant is compiled from
-the changed syntax tree. Its code replaces the code of the function, so that every caller runs the mutant.
+The functions are those of the rule's class, and the functions of the rule's package that they call. A mutant is
+compiled from the changed syntax tree. Its code replaces the code of the function, so that every caller runs the mutant.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.FloorDiv,
 }
 _QUANTIFIERS = {"all": "any", "any": "all"}
-# The classes around a function, and the function.
+# The definition of a function: the classes around it, from the outermost, and the function itself.
 Chain = tuple[ast.ClassDef | ast.FunctionDef, ...]
-# Not mutated: assertions, which inform the type checker, and messages.
+# Code that is not mutated: assertions, which inform the type checker, and messages.
 _IDLE = (ast.Assert, ast.Raise, ast.JoinedStr)
 _REASONED = ("require", "profitable", "accurate")
 
@@ -68,7 +68,7 @@ class CodeMutant:
 
 
 def functions_of(rule: AnyRule) -> dict[str, FunctionType]:
-    """The functions of a rule's class and the functions of its package that they call, by "module:name"."""
+    """By "module:name", the functions of a rule's class and the functions of its package that they call."""
     functions: dict[str, FunctionType] = {}
     home = type(rule).__module__.partition(".")[0]
     for kind in type(rule).__mro__:
@@ -89,7 +89,7 @@ def _add(function: FunctionType, home: str, functions: dict[str, FunctionType]) 
     if key in functions or function.__module__.partition(".")[0] != home:
         return
     if not function.__code__.co_filename.endswith(".py"):
-        return  # generated, for example by a dataclass
+        return  # the function is generated, for example by a dataclass
     functions[key] = function
     for code in codes(function.__code__):
         for name in code.co_names:
@@ -133,7 +133,8 @@ def _chain(module: str, first: int, name: str) -> Chain | None:
 
 
 def _mutable(function: ast.AST) -> Iterator[tuple[ast.AST, str, ast.expr]]:
-    """The nodes that can be changed: node, "boundary" if it stands in a subscript (else ""), outermost expression.
+    """The nodes of a syntax tree that can be changed: node, "boundary" if it stands in a subscript (else ""), and the
+    outermost expression around it.
 
     Code that evaluates the node runs one of the lines of that expression.
     """
@@ -163,12 +164,12 @@ def _mutable(function: ast.AST) -> Iterator[tuple[ast.AST, str, ast.expr]]:
     assert isinstance(function, ast.FunctionDef)
     for statement in function.body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            continue  # the docstring
+            continue  # the docstring is not mutated
         yield from walk(statement, "", None)
 
 
 def _changes(node: ast.AST, inside: str) -> Iterator[tuple[str, str, Any]]:
-    """The possible changes of one node: kind, field (and index in it), new value."""
+    """The possible changes of a node: kind of the change, field (and index in it), new value."""
     if isinstance(node, ast.Compare):
         for i, operator in enumerate(node.ops):
             yield "comparison", f"ops.{i}", _COMPARISONS[type(operator)]()
@@ -206,7 +207,7 @@ def _set(node: ast.AST, field: str, value: Any) -> Any:
 
 
 def mutable_lines(function: FunctionType) -> frozenset[frozenset[tuple[str, int]]]:
-    """For each expression of a function that can be changed, its lines."""
+    """For each expression of a function that can be changed, its lines (file, line number)."""
     code = function.__code__
     chain = _chain(function.__module__, code.co_firstlineno, code.co_name)
     targets = _mutable(chain[-1]) if chain is not None else ()
@@ -221,7 +222,7 @@ def _lines(function: FunctionType, span: ast.expr) -> frozenset[tuple[str, int]]
 
 
 def _numbers(function: FunctionType, span: ast.expr) -> frozenset[int]:
-    """The integers in an expression, literal or by the name of a module constant."""
+    """The integers in an expression: literals, and module constants that it names."""
     values = [n.value for n in ast.walk(span) if isinstance(n, ast.Constant)]
     values += [function.__globals__.get(n.id) for n in ast.walk(span) if isinstance(n, ast.Name)]
     return frozenset(v for v in values if type(v) is int)
@@ -229,7 +230,7 @@ def _numbers(function: FunctionType, span: ast.expr) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A mutant and its code. `lines` and `numbers` are those of the outermost expression around the change."""
+    """A mutant and its compiled code. `lines` and `numbers` are those of the outermost expression around the change."""
 
     mutant: CodeMutant
     code: CodeType
@@ -279,7 +280,7 @@ def _text(node: ast.AST, tree: ast.AST) -> str:
 
 
 def _module_of(chain: Chain) -> ast.Module:
-    """A module with only this function, inside its classes, at its original lines."""
+    """A module that has only this function, inside its classes, with its original line numbers."""
     body: ast.stmt = copy.deepcopy(chain[-1])
     for around in reversed(chain[:-1]):
         shell = ast.ClassDef(around.name, [], [], [body], [])
@@ -293,7 +294,9 @@ def _module_of(chain: Chain) -> ast.Module:
 
 @contextmanager
 def put(function: FunctionType, code: CodeType) -> Iterator[None]:
-    """Give a function other code while the context lasts. Clear the caches of its package before and after."""
+    """A context in which a function has other code. The caches of its package are cleared at the beginning and at the
+    end.
+    """
     home = function.__module__.partition(".")[0]
     original = function.__code__
     function.__code__ = code

@@ -1,16 +1,17 @@
-"""Judges mutants of a rule's code: whether each is rejected, and how.
+"""Judges mutants of a rule's code: whether a test rejects each of them, and which.
 
 The graphs that the rule's proof tries, and further graphs from the caller, are stored with the rule's results and the
-lines of its code that ran. A mutant is run on the graphs that reach the changed lines. The verdicts:
+lines of its code that ran. A mutant is run on the graphs for which the changed lines run. The verdicts:
 
-- wrong: a result does not compute the same; raises: it raises; loops: it takes too long;
+- wrong: a result of the mutant does not compute the same as the graph; raises: the mutant raises an exception;
+  loops: it takes too long;
 - loses: it does not apply to a graph to which the rule applies;
 - useless: it applies where the rule refuses by `profitable`;
 - costlier: its results have more operators or elements than the rule's;
 - tested: a test of the rule fails (found by `bench/mutants.py`).
 
-If none holds, the mutant is run on further graphs, drawn near these. Then it survives: its results are the *same* as
-the rule's in all graphs, or differ and are *right*.
+If none of these holds, the mutant is run on further graphs, drawn near the stored ones. If none rejects it, it
+survives: its results are the *same* as the rule's in all graphs, or some differ and are *right*.
 """
 
 from __future__ import annotations
@@ -56,32 +57,36 @@ from xrlflow.rewrite.state import match_all
 Verdict = Literal["wrong", "raises", "loops", "loses", "useless", "costlier", "tested", "same", "right"]
 KILLED: tuple[Verdict, ...] = ("wrong", "raises", "loops", "loses", "useless", "costlier", "tested")
 
-# The number of graphs near those in which a survivor differs, and of those graphs whose results are compared.
+# For a survivor whose results differ from the rule's: how many graphs are drawn near those where they differ, and on
+# how many of the drawn graphs its results are compared.
 _NEIGHBOURS, _NEIGHBOURS_CHECKED = 60, 12
-# To get graphs that reach some lines: the number of draws, the number at which drawing stops, the number of seeds.
+# To get graphs for which given lines run: how many graphs are drawn, at how many such graphs drawing stops, and near
+# how many stored graphs (seeds) they are drawn.
 _DRAWS, _MOST_REACHING, _SEEDS = 400, 150, 24
-# The number of cases in which a mutant differs that also run in ONNX Runtime.
+# How many of the cases in which a mutant's result differs from the rule's also run in ONNX Runtime.
 _RUNTIME_CASES = 3
-# The number of graphs drawn to reach unreached lines; the number of graphs with the same lines to draw near.
+# How many graphs are drawn to run lines that no stored graph runs, and near how many graphs that run the same lines
+# they are drawn.
 _EXPLORATIONS, _SEEDS_PER_LINES = 900, 4
-# A graph that reached new lines is added once more for each so many seeds, so that it is drawn more often.
+# A graph that ran new lines is added to the seeds once, and once more for each so many seeds, so that it is drawn near
+# more often.
 _SEEDS_PER_COPY = 20
-# The number of drawn graphs on which a mutant runs before the original code returns.
+# On so many drawn graphs a mutant runs; then the original code is put back to draw more.
 _CHUNK = 40
 # The number of cases of a rule that are tested before its code is mutated.
 _TESTED_CASES = 8
-# A mutant that takes longer than this for one graph, in seconds, counts as looping.
+# If a mutant takes longer than this for one graph, in seconds, its verdict is "loops".
 _TIME_LIMIT = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class CodeHuntResult:
-    """The verdict on a mutant of code."""
+    """The verdict on a mutant of a rule's code."""
 
     mutant: CodeMutant
     verdict: Verdict
     cases: int  # the number of graphs in which its results differ and are right
-    rule: str  # the rule that rejected it, or the last one that was tried
+    rule: str  # the rule whose test rejected it, or the last rule that was tried
 
     @property
     def killed(self) -> bool:
@@ -103,7 +108,7 @@ class TooLong(BaseException):  # not an Exception, so that no handler for a rule
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TooLong after so many seconds. This uses a signal and works only in the main thread."""
+    """A context that raises TooLong after so many seconds. It uses a signal and works only in the main thread."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TooLong
@@ -119,13 +124,13 @@ def limited(seconds: float) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The number of operators that run, and of elements that they write. A symbolic dimension counts as 7."""
+    """The number of operators that a graph runs, and of elements that they write. A symbolic dimension counts as 7."""
 
     operators: int
     elements: int
 
     def exceeds(self, other: Cost) -> bool:
-        """Whether one number is greater and the other is not less."""
+        """Whether one of the two numbers is greater than the other cost's, and neither is less."""
         no_less = self.operators >= other.operators and self.elements >= other.elements
         return no_less and self != other
 
@@ -148,7 +153,7 @@ class _ReferenceRun:
     problem: Problem
     outcome: tuple[int, ...]  # fingerprints of the results
     plain: tuple[Any, ...]  # keys of the matches that a search finds
-    useless: bool  # whether there are refusals, none of them by `require`
+    useless: bool  # whether the rule refuses matches in the graph, and only by `profitable`
     cost: Cost  # of all results together
     lines: frozenset[Line]  # the lines of the rule's code that ran
 
@@ -158,7 +163,7 @@ class _ReferenceRun:
 
 @dataclass(slots=True)
 class _Pool:
-    """Graphs that reach some lines, in chunks, which are drawn on demand and cached."""
+    """Graphs for which given lines run, in chunks that are drawn when they are first asked for, and cached."""
 
     source: Iterator[Sequence[_ReferenceRun]]
     chunks: list[Sequence[_ReferenceRun]] = field(default_factory=list)
@@ -187,7 +192,7 @@ class _Gathered(Proof):
 class CodeHunt:
     """Judges mutants of a rule's code on the graphs that its proof tries and on further `graphs`.
 
-    Raises ValueError if the rule itself fails a test. Only its first cases are tested.
+    Raises ValueError if the unchanged rule fails a test. Only its first cases are tested.
     """
 
     def __init__(self, rule: AnyRule, seed: int = 0, graphs: Iterable[Graph] = ()) -> None:
@@ -213,7 +218,9 @@ class CodeHunt:
         self.pools: dict[frozenset[Line], _Pool] = {}
 
     def _explored(self) -> Iterator[_ReferenceRun]:
-        """Draw graphs, near those of the corpus, that reach mutable expressions which none of the corpus reaches."""
+        """Draw graphs near those of the corpus. Returns those that run expressions which can be mutated and which no
+        graph of the corpus runs.
+        """
         targets = {p for f in functions_of(self.rule).values() for p in mutable_lines(f)}
         open_ = {
             p for p in targets if self.at_first.isdisjoint(p) and not any(k.reaches(p) for k in self.corpus)
@@ -222,7 +229,7 @@ class CodeHunt:
         own = {line for p in targets for line in p}
         draw = Draw(digest(self.rule.name) ^ self.seed)
         self.proof.draw.rng = draw.rng
-        # Of the graphs that reach the same lines keep the first few.
+        # Of the graphs that run the same lines keep the first few.
         count = Counter[frozenset[Line]]()
         seeds = []
         for each in self.corpus:
@@ -243,7 +250,7 @@ class CodeHunt:
             yield reference
 
     def _reference(self, problem: Problem) -> _ReferenceRun | None:
-        """Run the rule on a graph; None if it raises, as it may for a graph without a value."""
+        """Run the rule on a graph. Returns None if it raises, as it may for a graph that has no value."""
         forget(self.home)
         try:
             library = self._library()
@@ -258,7 +265,9 @@ class CodeHunt:
         return _ReferenceRun(problem, _outcome(cases), plain, useless, _cost_of_all(cases), frozenset(lines))
 
     def _library(self) -> Library:
-        """A fresh library with a fresh rule. Both cache verdicts of conditions, so they cannot be reused."""
+        """A fresh library with a fresh rule. Library and rule cache verdicts of conditions, so neither can
+        be reused.
+        """
         return library_of(anew(self.rule))
 
     @property
@@ -266,14 +275,14 @@ class CodeHunt:
         return functions_of(self.rule)
 
     def reaching(self, compiled: Compiled) -> Sequence[_ReferenceRun]:
-        """The known graphs that reach the change of a mutant."""
+        """The stored graphs for which the changed lines of a mutant run."""
         lines = compiled.lines
         if not self.at_first.isdisjoint(lines):
             return self.corpus
         return [k for k in self.corpus if k.reaches(lines)]
 
     def judge(self, function: FunctionType, compiled: Compiled, further: bool = True) -> CodeHuntResult:
-        """The verdict on one mutant. `further`: whether to draw graphs in addition to the known ones."""
+        """The verdict on one mutant. `further`: whether to draw graphs in addition to the stored ones."""
         reaching = self.reaching(compiled)
         differing: list[Problem] = []
         verdict = self._judge_chunks(function, compiled, [reaching], differing)
@@ -296,9 +305,11 @@ class CodeHunt:
         chunks: Iterable[Sequence[_ReferenceRun]],
         differing: list[Problem],
     ) -> Verdict | None:
-        """The verdict against a mutant on some graphs, or None. A chunk is drawn while the original code is in place.
+        """The verdict that rejects a mutant on some graphs, or None. While a chunk of graphs is drawn, the original
+        code is in place.
 
-        Graphs in which its results differ are added to `differing`. Only the first of these are tested for being wrong.
+        Graphs in which the mutant's results differ from the rule's are added to `differing`. Only for the first of
+        these it is tested whether the results are wrong.
         """
         for chunk in chunks:
             with put(function, compiled.code):
@@ -315,7 +326,7 @@ class CodeHunt:
     def _pool(
         self, compiled: Compiled, reaching: Sequence[_ReferenceRun]
     ) -> Iterable[Sequence[_ReferenceRun]]:
-        """Graphs near those that reach the change. They are the same for every mutant of these lines."""
+        """Graphs near those for which the changed lines run. They are the same for every mutant of these lines."""
         lines = compiled.lines
         if lines not in self.pools:
             self.pools[lines] = _Pool(_chunks(self._draw_reaching(lines, compiled.numbers, reaching)))
@@ -345,7 +356,7 @@ class CodeHunt:
     def _judge_on(
         self, library: Library, reference: _ReferenceRun, differing: list[Problem]
     ) -> Verdict | None:
-        """The verdict against a mutant on one graph; None if there is none."""
+        """The verdict that rejects a mutant on one graph; None if the graph gives no reason to reject it."""
         problem = reference.problem
         try:
             with limited(_TIME_LIMIT):
@@ -408,7 +419,9 @@ def _chunks(references: Iterable[_ReferenceRun]) -> Iterator[Sequence[_Reference
 
 
 def _is_static(case: Case) -> bool:
-    """Whether all sizes are known and none is 0. With a size of 0 some kernels of ONNX Runtime end the process."""
+    """Whether all dimensions are numbers and none is 0. With a dimension of 0 some kernels of ONNX Runtime end the
+    process.
+    """
     types = [t for g in (case.before, case.after) for n in g.nodes() for t in n.types]
     types += [case.problem.type(v) for v in case.before.inputs]
     return all(t.is_static and 0 not in (t.shape or ()) for t in types)
@@ -419,7 +432,7 @@ def _outcome(cases: Sequence[Case]) -> tuple[int, ...]:
 
 
 def _plain(library: Library, problem: Problem) -> tuple[Any, ...]:
-    """The keys of the matches that a search finds. A search skips plans that cannot match by types alone."""
+    """The keys of the matches that a search finds. Where the types alone refuse a match, a search does not try it."""
     return tuple(sorted(m.key for m in match_all(problem.graph, library)))
 
 

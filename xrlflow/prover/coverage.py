@@ -1,10 +1,10 @@
-"""Coverage: the kinds that a proof must try, and the results so far.
+"""Coverage: which kinds of values a proof must try, and what it has found for each so far.
 
-The *demands* of a rule are the kinds of all that its declaration or its examples leave open: attributes that it
-captures, index inputs, dimensions, ranks, element types. Sketches are drawn for each kind until it is settled: a case
-of the kind was admitted and tested, or enough graphs of the kind were refused or did not match, or no graph of the kind
-could be built. A proof fails if no test could evaluate an admitted kind, or if a pattern rule's kind (other than
-a rank or type) could not be built.
+The *demands* of a rule are the kinds of everything that its declaration or its examples leave open: attributes that it
+captures, index inputs, dimensions, ranks, element types. Sketches (small graphs) are drawn for each kind until it is
+settled: a case of the kind was admitted and tested, or enough graphs of the kind were refused or did not match, or no
+graph of the kind could be built. A proof fails if no test could evaluate an admitted kind. The proof of a pattern rule
+also fails if no graph of a kind (other than a rank or type) could be built.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ from xrlflow.prover.variations import forget, replace_dims, resize_to
 from xrlflow.rewrite import AnyRule
 from xrlflow.rewrite.rule import Site, VarSpec
 
-# A kind is given up after so many graphs that were not admitted, or after so many attempts to build one.
+# A kind is settled after so many graphs that were not admitted, or after so many failed attempts to build a graph of
+# it.
 ENOUGH, MOST_ATTEMPTS = 16, 120
-# The same for an element type, and its number of cases. There are many types, and most operators take few.
+# The same limit for an element type, and the number of cases that each type needs. They are lower because there are
+# many types, and most operators take few of them.
 _MOST_OUTCOMES, _MOST_TYPES, _CASES_OF_TYPE = 14, 20, 3
 
-# The outcome for a graph: a tested case, a refused match, no match, a case that no test could evaluate.
+# The outcomes for a graph: a tested case, a refused match, no match, a case that no test could evaluate.
 Outcome = Literal["admitted", "refused", "beside", "untested"]
 
 
@@ -53,7 +55,8 @@ Outcome = Literal["admitted", "refused", "beside", "untested"]
 class Tally:
     """The outcomes for the graphs of one kind.
 
-    `attempts` counts the attempts to build a graph of the kind; for `meaningless` of them the kind had no value.
+    `attempts` counts the attempts to build a graph of the kind; in `meaningless` of them the subject has no value of
+    the kind, for example because the rank is too low.
     """
 
     admitted: int = 0
@@ -94,7 +97,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Coverage:
-    """The demands on a proof, and the tally of each."""
+    """The kinds that a proof demands, with the tally of each."""
 
     tallies: dict[Kind, Tally]
     subjects: frozenset[str] = field(init=False)
@@ -108,7 +111,7 @@ class Coverage:
         return cls({k: replace(of_type) if k.subject == "type" else Tally() for k in kinds})
 
     def shown_by(self, problem: Problem) -> set[Kind]:
-        """The demanded kinds that a problem shows."""
+        """The demanded kinds that a problem (a built sketch) shows."""
         kinds = {*shown(problem.graph, self.subjects), *problem.sketch.shown_kinds}
         return kinds & self.tallies.keys()
 
@@ -118,7 +121,7 @@ class Coverage:
             setattr(tally, outcome, getattr(tally, outcome) + 1)
 
     def new(self, kinds: Iterable[Kind]) -> bool:
-        """Whether one of these kinds still has too few admitted cases."""
+        """Whether one of these kinds has too few admitted cases so far."""
         return any(t.admitted < t.required for t in map(self.tallies.__getitem__, kinds))
 
     @property
@@ -126,11 +129,11 @@ class Coverage:
         return [k for k, t in self.tallies.items() if not t.settled]
 
     def with_verdict(self, verdict: str) -> list[Kind]:
-        """The kinds with this verdict."""
+        """The kinds that have this verdict."""
         return [k for k, t in self.tallies.items() if t.verdict == verdict]
 
     def summary(self) -> dict[str, dict[str, str]]:
-        """Subject -> kind -> verdict."""
+        """The verdicts: subject -> kind -> verdict."""
         out: dict[str, dict[str, str]] = {}
         for kind, tally in self.tallies.items():
             out.setdefault(kind.subject, {})[kind.name] = tally.verdict
@@ -143,7 +146,9 @@ _SIZES = ("0", "1", "a name", "not known")
 
 
 def example_kinds(examples: Sequence[Sketch]) -> list[Kind]:
-    """The kinds that variations of examples must show: of all attributes and index inputs, sizes, ranks and types."""
+    """The kinds that variations of examples must show: of all their attributes and index inputs, sizes, ranks and
+    types.
+    """
     kinds: dict[Kind, None] = {}
     for sketch in examples:
         for node in sketch.nodes:
@@ -163,7 +168,7 @@ def example_kinds(examples: Sequence[Sketch]) -> list[Kind]:
 
 def grant(sketch: Sketch, problem: Problem, wish: Kind, draw: Draw) -> Sketch:
     """Change a sketch, which builds `problem`, so that it shows the kind `wish`. Raises DegenerateSample."""
-    sketch = replace(sketch, shown_kinds=frozenset())  # the change may make them untrue
+    sketch = replace(sketch, shown_kinds=frozenset())  # the change may make these kinds untrue
     if wish.subject == "size":
         return _with_size(sketch, wish, draw)
     if (dim := dimension_of(wish)) is not None:
@@ -198,7 +203,9 @@ def grant(sketch: Sketch, problem: Problem, wish: Kind, draw: Draw) -> Sketch:
 
 
 def _targets(sketch: Sketch, wish: Kind) -> list[tuple[int, str, int, Sort]]:
-    """Where a sketch can show a kind of an attribute or index input: node, attribute (or ""), input, how to draw it."""
+    """The places where a sketch can show a kind of an attribute or index input: index of the node, attribute (or ""),
+    index of the input, and how to draw a value.
+    """
     targets = []
     for at, node in enumerate(sketch.nodes):
         for name in attribute_names(node.op):
@@ -234,7 +241,7 @@ def _with_size(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
 
 
 def _with_rank(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
-    """The sketch with one dimension more or less in one input, or in all."""
+    """The sketch with a dimension added or removed in one input, or in all inputs."""
     count = len(sketch.inputs)
     selected = range(count) if draw.chance(0.5) else [draw.integer(0, max(count - 1, 0))]
     inputs = list(sketch.inputs)
@@ -253,7 +260,7 @@ def _with_rank(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
 
 
 def _with_type(sketch: Sketch, dtype: DType) -> Sketch:
-    """Change the type of all floats; if there are none, of all that has the type of the first input."""
+    """Change the type of all floats; without floats, of every tensor that has the type of the first input."""
     dtypes = {t.dtype for t in sketch.inputs} | {c.dtype for c in sketch.consts}
     old = FLOATS if dtypes & FLOATS else frozenset(t.dtype for t in sketch.inputs[:1])
 
@@ -274,7 +281,9 @@ def _with_type(sketch: Sketch, dtype: DType) -> Sketch:
 def _grouped(
     sketch: Sketch, at: int, shapes: Sequence[tuple[int, ...] | None], wish: Kind, draw: Draw
 ) -> Sketch:
-    """Group a convolution: its weight gets fewer input channels. Raises DegenerateSample, UndefinedExpression."""
+    """Make a convolution a grouped one: its weight gets fewer input channels. Raises DegenerateSample,
+    UndefinedExpression.
+    """
     node = sketch.nodes[at]
     if node.op != "Conv" or shapes[0] is None or shapes[1] is None or len(shapes[0]) < 2:
         raise DegenerateSample("its groups follow from more than the weight")
@@ -334,7 +343,9 @@ def matched(case: Case) -> tuple[set[Kind], dict[str, int]]:
 
 
 def _unified(alternative: Mapping[str, VarSpec], types: Mapping[str, TensorType]) -> dict[str, int] | None:
-    """The sizes of an alternative's dimensions that are numbers; None if the alternative does not admit these types."""
+    """By name, those dimensions of a declared alternative that are numbers in these types; None if the alternative does
+    not admit the types.
+    """
     sizes: dict[str, int] = {}
     for name, type in types.items():
         spec = alternative.get(name)
@@ -356,7 +367,7 @@ def _unified(alternative: Mapping[str, VarSpec], types: Mapping[str, TensorType]
 
 
 def own_conditions(rule: AnyRule) -> Mapping[Site, str]:
-    """The calls of `require` in the source of a rule's class, each with its reason as written.
+    """The calls of `require` in the source of a rule's class, by file and line, each with its reason as written.
 
     Empty if the class has no source file.
     """

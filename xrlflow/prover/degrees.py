@@ -1,8 +1,9 @@
 """Degrees: a field whose elements are the degrees of rational functions.
 
-The bound of a proof needs the degrees of both sides. Every output is a quotient of polynomials in the inputs and in
-the results of keyed functions. Evaluation over `Degrees` gives upper bounds for the degrees of numerator and
-denominator, and for the number of results of keyed functions that an element depends on.
+A *keyed function* is one that a prime field replaces by a hash, such as exp (see `PrimeField`). Every output of a graph
+is a quotient of polynomials in the inputs and in the results of keyed functions. The bound of a proof needs their
+degrees on both sides. Evaluation over `Degrees` gives upper bounds for the degrees of numerator and denominator, and
+for the number of results of keyed functions that an element depends on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 from xrlflow.ops.field import Array, Field, NotEvaluable, Number
 from xrlflow.prover.machine import MACHINE
 
-# An element packs three counts of 17 bits: degree of the numerator, of the denominator, applications.
+# An element packs three counts of 17 bits each: the degree of the numerator, the degree of the denominator, and the
+# number of applications of keyed functions.
 _BITS = 17
 _MOST = (1 << _BITS) - 1
 
@@ -38,7 +40,7 @@ def unpack(a: Any) -> Counts:
 
 
 class Degrees(Field):
-    """A field of packed counts.
+    """A field whose elements are packed counts.
 
     `applications` counts the elements to which keyed functions were applied. `steepest` is the greatest degree so far.
     `saturated`: a count exceeded its bits.
@@ -52,11 +54,11 @@ class Degrees(Field):
         self.saturated = False
 
     def variable(self, shape: tuple[int, ...]) -> Array:
-        """Drawn elements: degree 1."""
+        """Elements that are drawn at random: they have degree 1."""
         return np.ones(shape)
 
     def _pack(self, n: Any, d: Any, a: Any) -> Array:
-        a = np.minimum(a, self.applications)  # there are no more than these
+        a = np.minimum(a, self.applications)  # an element depends on no more applications than there are
         if not n.shape == d.shape == a.shape:
             n, d, a = np.broadcast_arrays(n, d, a)
         if not n.size:
@@ -83,7 +85,7 @@ class Degrees(Field):
 
     @staticmethod
     def _counts(a: Any) -> Counts:
-        """The counts of an operand; integers and booleans are constants."""
+        """The counts of an operand. Integers and booleans are constants, of degree 0."""
         array = np.asarray(a)
         return unpack(np.zeros(array.shape) if array.dtype.kind in "iub" else array)
 
@@ -164,13 +166,13 @@ class Degrees(Field):
         applied = self._applied(a, b)
         if name != "pow":
             return applied
-        # The exponent may be a small number: see PrimeField.
+        # The exponent may be a small integer: see PrimeField.
         n, d, _ = self._counts(a)
         return self._pack(4 * n + 2 * d + 1, 4 * d + 2 * n, unpack(applied)[2])
 
     def _extreme(self, a: Any, b: Any) -> Array:
         applied = self._applied(a, b)
-        x, y = self._counts(a), self._counts(b)  # the extreme of a number and itself is that number
+        x, y = self._counts(a), self._counts(b)  # the extreme of equal numbers is that number
         return self._pack(np.maximum(np.maximum(x[0], y[0]), 1), np.maximum(x[1], y[1]), unpack(applied)[2])
 
     def maximum(self, a: Any, b: Any) -> Array:
@@ -221,11 +223,12 @@ class Degrees(Field):
 def chance(left: list[Array], right: list[Array], degrees: Degrees, prime: int) -> float:
     """An upper bound of the probability that one trial does not tell two different sides apart.
 
-    `left` and `right` are the outputs over `degrees`. Suppose that an element differs, but is equal in a trial. Either
-    two different arguments of a keyed function, or two results, are equal by chance: for each pair on which the
-    element depends the probability is degree / prime. Or the two elements are different rational functions, and the
-    numerator of their difference, a polynomial, is zero. The sum is doubled, because inputs with a zero denominator
-    are drawn again. See J. T. Schwartz (`prover.prime`).
+    `left` and `right` are the outputs over `degrees`. Suppose that an element differs between the sides, but is equal
+    in a trial. One cause: two different arguments of a keyed function, or two of its results, are equal by chance. For
+    each pair on which the element depends the probability is degree / prime. The other cause: the two elements are
+    different rational functions, and the numerator of their difference, a polynomial, is zero by chance. The sum of
+    both probabilities is doubled, because inputs with a zero denominator are drawn again. See J. T. Schwartz
+    (`prover.prime`).
     """
     if degrees.saturated:
         return 1.0
@@ -236,6 +239,6 @@ def chance(left: list[Array], right: list[Array], degrees: Degrees, prime: int) 
         x, y = unpack(a), unpack(b)
         degree = np.maximum(x[0] + y[1], y[0] + x[1]).astype(np.float64)
         count = np.minimum((x[2] + y[2]).astype(np.float64), degrees.applications)
-        pairs = count * (count + 1) / 2  # an argument with another, or their results
+        pairs = count * (count + 1) / 2  # pairs of arguments, or of their results
         worst = max(worst, float((degree + 2 * pairs * 2 * degrees.steepest).max()))
     return min(1.0, 2 * max(worst, 1.0) / prime)

@@ -19,13 +19,15 @@ Weighted = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 def weights(shares: Mapping[int, float]) -> Weighted:
-    """Numbers and how often each is drawn, for `weighted`. The shares add up to 1."""
+    """The numbers, and the probability of each, as `weighted` needs them. The shares add up to 1."""
     sums = np.cumsum(list(shares.values()))
     return tuple(shares), tuple((sums / sums[-1]).tolist())
 
 
 def weighted(rng: np.random.Generator, options: Weighted) -> int:
-    """What `rng.choice` draws with these probabilities, in a tenth of the time: that checks them for each number."""
+    """Draw a number with these probabilities, as `rng.choice` would. It takes a tenth of the time, because `rng.choice`
+    checks the probabilities in each call.
+    """
     numbers, sums = options
     return numbers[bisect_right(sums, rng.random())]
 
@@ -40,7 +42,7 @@ class Draw:
         self.rng = np.random.default_rng(seed)
 
     def integer(self, low: int, high: int) -> int:
-        """One of low ... high, both included."""
+        """A random integer from `low` to `high`, both included."""
         return int(self.rng.integers(low, high + 1))
 
     def chance(self, probability: float) -> bool:
@@ -53,12 +55,12 @@ class Draw:
         return tuple(int(i) for i in self.rng.permutation(n))
 
     def subset(self, n: int) -> tuple[int, ...]:
-        """Some of 0 ... n - 1, at least one, in order."""
+        """A random subset of 0 ... n - 1 with at least one element, in ascending order."""
         indices = tuple(i for i in range(n) if self.chance(0.5))
         return indices or (self.integer(0, n - 1),)
 
     def dim(self) -> int:
-        """A size: mostly 1 to 4, seldom 5, 6 or 0."""
+        """A random size of a dimension: mostly 1 to 4, seldom 5, 6 or 0."""
         return weighted(self.rng, _SIZES)
 
     def normals(self, shape: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -66,7 +68,9 @@ class Draw:
         return self.rng.standard_normal(tuple(shape)).astype(np.float32)
 
     def eighths(self, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-        """Float32 multiples of 1/8, from 1/8 to 4 in size. Computations with a few of them are exact in float32."""
+        """Float32 multiples of 1/8, with magnitudes from 1/8 to 4. Sums and products of a few of them are exact in
+        float32.
+        """
         size = self.rng.integers(1, 33, tuple(shape)) / 8.0
         signed: np.ndarray[Any, Any] = (size * self.rng.choice([-1.0, 1.0], tuple(shape))).astype(np.float32)
         return signed
@@ -75,7 +79,8 @@ class Draw:
         return self.integer(-rank, rank - 1) if rank else 0
 
 
-# Attributes by operator. A function draws the value from the shapes of the inputs; None leaves the attribute out.
+# Functions that draw attributes, by operator and attribute. Each gets the shapes of the inputs; if it returns None, the
+# attribute is left out.
 Shapes = Sequence[tuple[int, ...] | None]
 DrawAttr = Callable[[Draw, Shapes], Attr | None]
 
@@ -93,7 +98,9 @@ def _spatial(shapes: Shapes) -> int:
 
 
 def _each(low: int, high: int, twice: bool = False, often: float = 0.4) -> DrawAttr:
-    """Draws a number for each spatial dimension (`twice`: two), with probability `often`."""
+    """A function that draws one number for each spatial dimension (with `twice` two), with probability `often`;
+    otherwise the attribute is left out.
+    """
 
     def draw_each(draw: Draw, shapes: Shapes) -> Attr | None:
         if not draw.chance(often):
@@ -127,7 +134,7 @@ def _mode(*options: str) -> DrawAttr:
 
 
 def _group(draw: Draw, shapes: Shapes) -> Attr | None:
-    """The number of groups g for which x[N,C,...] and w[M,C/g,...] fit."""
+    """A number of groups g for which x[N,C,...] and w[M,C/g,...] fit, or None."""
     x, w = shapes[0], shapes[1]
     if x is None or w is None or len(x) < 2 or len(w) < 2 or not w[1]:
         return None
@@ -135,7 +142,7 @@ def _group(draw: Draw, shapes: Shapes) -> Attr | None:
 
 
 def _transposed_group(draw: Draw, shapes: Shapes) -> Attr | None:
-    """A divisor of the channels C of x[N,C,...] and w[C,M/g,...], as the number of groups."""
+    """A number of groups for x[N,C,...] and w[C,M/g,...]: a divisor of the channels C."""
     channels = (shapes[0] or (1, 1))[1]
     return draw.choice([g for g in (1, 2, 3, 4) if channels % g == 0])
 
@@ -219,7 +226,7 @@ def attributes(draw: Draw, op: str, shapes: Shapes) -> dict[str, Attr]:
 
 
 def factors(draw: Draw, size: int, parts: int) -> list[int]:
-    """`size` as a product of `parts` numbers."""
+    """`parts` random factors whose product is `size`."""
     out = []
     for _ in range(parts - 1):
         options = [d for d in range(1, size + 1) if size % d == 0] if size > 0 else [1]
@@ -229,17 +236,17 @@ def factors(draw: Draw, size: int, parts: int) -> list[int]:
 
 
 def target_shape(draw: Draw, shape: tuple[int, ...]) -> list[int]:
-    """A target of Reshape: dimensions merged, split, flattened or unchanged; sometimes with a -1 or with 0s."""
+    """A random target of Reshape: dimensions merged, split, flattened or unchanged; sometimes with a -1 or with 0s."""
     if 0 in shape:
         return list(shape)
     kind = draw.integer(0, 3)
     out: list[int]
     if kind == 0 or not shape:
         out = factors(draw, prod(shape), draw.integer(1, 4))
-    elif kind == 1:  # neighbours merged
+    elif kind == 1:  # neighbouring dimensions are merged
         at = draw.integer(0, len(shape) - 1)
         out = [*shape[:at], prod(shape[at : at + 2]), *shape[at + 2 :]]
-    elif kind == 2:  # one cut in two
+    elif kind == 2:  # one dimension is split in two
         at = draw.integer(0, len(shape) - 1)
         out = [*shape[:at], *factors(draw, shape[at], 2), *shape[at + 1 :]]
     else:
@@ -251,8 +258,8 @@ def target_shape(draw: Draw, shape: tuple[int, ...]) -> list[int]:
     return out
 
 
-# index(draw, shape, given): draws the numbers of an index input. `shape` is the shape of the first input, `given` the
-# numbers of the operator's earlier index inputs, by position. None: the input is data.
+# A function index(draw, shape, given) draws the numbers of an index input. `shape` is the shape of the operator's first
+# input, `given` the numbers of its earlier index inputs, by position. None stands for an input that is data.
 DrawIndex = Callable[[Draw, tuple[int, ...], Mapping[int, Any]], Any | None]
 
 
@@ -303,7 +310,7 @@ def _pads(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> A
     kind = draw.integer(0, 9)
     if kind < 3:
         pads[:] = 0
-    elif kind < 7:  # the image, not its channels or the batch
+    elif kind < 7:  # the spatial dimensions, not the channels or the batch
         pads.reshape(2, rank)[:, :2] = 0
     return pads
 
@@ -328,7 +335,7 @@ def _one_of(*options: float) -> DrawIndex:
     return lambda draw, shape, constants: np.float32(draw.choice(options))
 
 
-# By operator and index of the input.
+# The functions that draw index inputs, by operator and index of the input.
 _INDICES: dict[tuple[str, int], DrawIndex] = {
     ("Reshape", 1): lambda draw, shape, constants: np.array(target_shape(draw, shape), np.int64),
     ("Expand", 1): _expanded,

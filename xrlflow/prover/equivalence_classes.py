@@ -1,8 +1,8 @@
-"""Kinds of values of attributes and index inputs. A proof must try one value of each kind.
+"""The kinds of values that attributes and index inputs can have. A proof must try one value of each kind.
 
-A *subject* can have several values: "Conv.strides", "Slice input 4", the dimension "n" of a rule's declaration,
-"rank", "size", "type". Its values are sorted into *kinds* (a stride of 1, a larger one, unequal ones). A value can be
-of several kinds. Each kind has a function that recognises its values and one that draws them.
+A *subject* is anything that can have several values: "Conv.strides", "Slice input 4", the dimension "n" of a rule's
+declaration, "rank", "size", "type". Its values are sorted into *kinds* (a stride of 1, a larger one, unequal ones). A
+value can be of several kinds. Each kind has a function that recognises its values and one that draws them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from xrlflow.prover.draw import ATTRIBUTES, Draw, Shapes
 
 
 class DegenerateSample(Exception):
-    """A draw failed: its parts do not fit together."""
+    """A draw failed: the parts that were drawn do not fit together."""
 
 
 class UndefinedExpression(DegenerateSample):
-    """There is no value of this kind for these shapes."""
+    """The subject has no value of this kind for these shapes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,7 +40,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Sort:
-    """One kind of values: `holds` recognises them, `make` draws one (None leaves the attribute out).
+    """How to handle one kind of values: `holds` recognises them, `make` draws one (None leaves the attribute out).
 
     Both take the shapes of the operator's inputs; a shape is None if it is unknown or the input is absent.
     """
@@ -67,7 +67,9 @@ def _spatial(shapes: Shapes) -> int:
 
 
 def _unequal(draw: Draw, count: int, low: int) -> tuple[int, ...]:
-    """`count` numbers from `low` on, of which at least two differ. Raises UndefinedExpression for fewer than two."""
+    """`count` numbers from `low` on, of which at least two differ. Raises UndefinedExpression if `count` is
+    below two.
+    """
     if count < 2:
         raise UndefinedExpression("one number equals itself")
     numbers = [draw.integer(low, low + 2) for _ in range(count)]
@@ -124,7 +126,7 @@ _GROUP: Family = (
 
 
 def _axis(value: Any, shapes: Shapes) -> int | None:
-    """An axis counted from the front."""
+    """An axis counted from the front; None if the rank is unknown or too low."""
     shape = shapes[0] if shapes else None
     return None if shape is None or not shape or value is None else int(value) % len(shape)
 
@@ -230,7 +232,7 @@ _BY_OPERATOR: Mapping[tuple[str, str], Family] = {
     ("GRU", "direction"): _options("forward", "reverse", "bidirectional"),
     ("RNN", "direction"): _options("forward", "reverse", "bidirectional"),
 }
-# Attributes that do not change what is computed, or that follow from shapes.
+# Attributes whose values have no kinds: they do not change what is computed, or follow from shapes.
 _SILENT = frozenset(
     {"stash_type", "momentum", "saturate", "seed", "num_outputs", "kernel_shape", "storage_order"}
 )
@@ -245,7 +247,7 @@ def _number(default: float, step: float) -> Family:
 
 @cache
 def family(op: str, name: str) -> Family:
-    """The kinds of an attribute's values; empty if they are not distinguished."""
+    """The kinds of an attribute's values; empty if its values need not be distinguished."""
     special = _BY_OPERATOR.get((op, name))
     if special is not None:
         return special
@@ -261,7 +263,7 @@ def family(op: str, name: str) -> Family:
 
 @cache
 def attribute_names(op: str) -> tuple[str, ...]:
-    """All attributes that an operator has."""
+    """The names of all attributes that an operator can have."""
     defined = schema(op)
     return tuple(sorted({*(() if defined is None else defined.attributes), *ATTRIBUTES.get(op, {})}))
 
@@ -289,7 +291,7 @@ _AXES: Family = (
 
 
 def _ones(several: bool, back: bool) -> Callable[[Draw, Shapes], Any]:
-    """Axes of size 1, for a Squeeze."""
+    """A function that draws axes of size 1, for a Squeeze."""
 
     def draw_axes(draw: Draw, shapes: Shapes) -> Any:
         shape = shapes[0] if shapes and shapes[0] is not None else ()
@@ -303,7 +305,7 @@ def _ones(several: bool, back: bool) -> Callable[[Draw, Shapes], Any]:
 
 
 def _new_axes(several: bool, back: bool) -> Callable[[Draw, Shapes], Any]:
-    """The axes of new dimensions, for an Unsqueeze."""
+    """A function that draws the axes of new dimensions, for an Unsqueeze."""
 
     def draw_axes(draw: Draw, shapes: Shapes) -> Any:
         count = 1 + several
@@ -315,7 +317,7 @@ def _new_axes(several: bool, back: bool) -> Callable[[Draw, Shapes], Any]:
 
 
 def _shaped(make: Callable[[Draw, list[int]], None]) -> Callable[[Draw, Shapes], Any]:
-    """A target of Reshape: the shape itself with one change, made by `make`."""
+    """A function that draws a target of Reshape: the input's own shape with one change, which `make` makes."""
 
     def draw_shape(draw: Draw, shapes: Shapes) -> Any:
         shape = [*(shapes[0] or ())] if shapes else []
@@ -335,7 +337,7 @@ def _replace_one(number: int) -> Callable[[Draw, list[int]], None]:
 
 
 def _copies(value: Any, shapes: Shapes) -> bool:
-    """Whether a target of Reshape has a 0 that copies a size other than 0."""
+    """Whether a target of Reshape has a 0 that copies a dimension whose size is not 0."""
     shape = shapes[0] if shapes else None
     zeros = np.flatnonzero(value == 0).tolist()
     return any(shape is None or (i < len(shape) and shape[i] != 0) for i in zeros)
@@ -415,14 +417,14 @@ _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", 
 
 
 def _like(shapes: Shapes, number: int) -> Any:
-    """As many numbers as a Slice has starts."""
+    """The number, repeated as often as a Slice has starts."""
     starts = shapes[1] if len(shapes) > 1 else None
     return np.full(starts or (1,), number, np.int64)
 
 
 @cache
 def index_family(op: str, index: int) -> Family:
-    """The kinds of an index input's numbers; empty if the input is data or they are not distinguished."""
+    """The kinds of an index input's numbers; empty if the input is data or its numbers need not be distinguished."""
     if index == 1 and op in {f"Reduce{name}" for name in _REDUCTIONS}:
         return _AXES
     return _INDICES.get((op, index), ())
@@ -432,7 +434,9 @@ def index_family(op: str, index: int) -> Family:
 
 
 def shown(graph: Graph, subjects: Container[str]) -> Iterator[Kind]:
-    """The kinds that a graph shows: of attributes and index inputs among `subjects`, of sizes and types."""
+    """The kinds that a graph shows: of the attributes and index inputs that are among `subjects`, and of sizes and
+    types.
+    """
     for node in graph.nodes():
         yield from _shown_by(graph, node, subjects)
     for value in graph.inputs:
@@ -478,7 +482,7 @@ def index_subject(op: str, index: int) -> str:
 
 @cache
 def _subjects(op: str, inputs: int) -> tuple[tuple[str, str, int], ...]:
-    """Each subject of an operator with its attribute, or with the index of its input."""
+    """Each subject of an operator, with the name of its attribute or the index of its input."""
     attributes = [(attribute_subject(op, n), n, 0) for n in attribute_names(op) if family(op, n)]
     index_inputs = [(index_subject(op, i), "", i) for i in range(1, inputs) if index_family(op, i)]
     return (*attributes, *index_inputs)

@@ -1,6 +1,6 @@
-"""Tests that a rule keeps errors: the right side must have no value where the left side has none.
+"""Tests that a rule keeps errors: where the left side fails, the right side must fail, too.
 
-A left side fails for sizes that do not fit together, and for an index (or a size that is an operand) out of range.
+A left side fails if sizes do not fit together, or if an index (or a size that is an operand) is out of range.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xrlflow.prover.cases import (
 from xrlflow.prover.machine import MACHINE, evaluation
 from xrlflow.rewrite import AnyRule
 
-# The number of sizes, and of indices, that are drawn for each case.
+# How many sizes, and how many indices, are drawn for each case.
 _SIZES, _INDICES = 4, 3
 
 
@@ -54,7 +54,7 @@ def check_errors(case: Case, rng: np.random.Generator, rule: AnyRule) -> None:
 
 
 def _usable(case: Case, rng: np.random.Generator) -> Feeds:
-    """Inputs for which the left side has a value; nothing if there are none."""
+    """Inputs for which the left side has a value; an empty mapping if none are found."""
     for numbers in tried_bindings(case.problem, rng):
         feeds = draw_feeds(case.problem, numbers, rng, drawn_floats(rng, "normal", 1.0))
         if _fails(evaluation(case.before).run, feeds) is None:
@@ -63,7 +63,7 @@ def _usable(case: Case, rng: np.random.Generator) -> Feeds:
 
 
 def _edges(a: Array, feeds: Feeds, rng: np.random.Generator) -> Array:
-    """Indices at the ends of the inputs' dimensions, and just beyond."""
+    """Random indices: at the ends of the inputs' dimensions, and just beyond them."""
     sizes = sorted({d for x in feeds.values() for d in x.shape}) or [1]
     options = [i for n in sizes for i in (0, n - 1, n, -n, -n - 1)]
     mask = rng.random(a.shape) < 0.5
@@ -71,7 +71,7 @@ def _edges(a: Array, feeds: Feeds, rng: np.random.Generator) -> Array:
 
 
 def _must_fail(case: Case, feeds: Feeds, what: str) -> None:
-    """Raises Wrong if the right side has a value where the left side fails; NotEvaluable."""
+    """Raises Wrong if the left side fails and the right side has a value. Raises NotEvaluable."""
     error = _fails(evaluation(case.before).run, feeds)
     if error is not None and _fails(evaluation(case.after).run, feeds) is None:
         raise Wrong(
@@ -81,13 +81,15 @@ def _must_fail(case: Case, feeds: Feeds, what: str) -> None:
 
 
 def _fails(run: object, feeds: Feeds) -> Exception | None:
-    """The error of sizes or of indices with which an evaluation ends; None if it ends well, or with another one."""
+    """The exception about sizes or indices with which an evaluation ends; None if it ends well. Raises NotEvaluable,
+    and Unusable if it ends with another exception.
+    """
     try:
         run(feeds, MACHINE)  # type: ignore[operator]
     except NotEvaluable:
         raise
     except (IndexError, ValueError) as error:
         return error
-    except Exception:  # a division by zero, a tensor too large: no value on either side
+    except Exception:  # a division by zero, a tensor that is too large: no value on either side
         raise Unusable from None
     return None

@@ -1,7 +1,7 @@
-"""Larger graphs: a known graph with operators added behind an output or before an input.
+"""Draws larger graphs: a graph that is already there, with operators added behind an output or before an input.
 
-Rules about data movement (chains of Reshape, Transpose, Slice, Split, Concat and so on) depend on many numbers at once.
-The examples alone do not cover them.
+Whether rules about data movement (chains of Reshape, Transpose, Slice, Split, Concat and so on) apply depends on many
+numbers at once, which the examples alone do not cover.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Growing:
 
 
 Shape = tuple[int, ...]
-# Adds an operator that reads a value of a given shape.
+# A function that adds an operator which reads a value of a given shape.
 Step = Callable[[_Growing, ValueRef, Shape, Draw], ValueRef]
 
 
@@ -53,7 +53,7 @@ def grown(problems: Sequence[Problem], draw: Draw) -> Iterator[Problem]:
             for _ in range(draw.choice([1, 1, 2, 3])):
                 sketch = _before(problem, draw) if draw.chance(0.3) else _behind(problem, draw)
                 problem = build(sketch)
-        except (Unbuildable, IndexError, ValueError):  # there is no such operator for this shape
+        except (Unbuildable, IndexError, ValueError):  # the drawn operator cannot read this shape
             misses += 1
             continue
         yield problem
@@ -93,24 +93,24 @@ class _Input:
 
     @property
     def size(self) -> int:
-        """The size of the axis."""
+        """The input's size along the axis."""
         return self.sizes[self.axis]
 
     def becomes(self, *dims: int) -> None:
-        """Give the input another shape, from which an operator makes the old shape."""
+        """Give the input another shape, from which the new operator computes the old one."""
         self.growing.inputs[self.ref.index] = TensorType(self.dtype, dims)
 
     def with_axis(self, *size: int) -> Shape:
-        """The shape with another size of the axis, or without it."""
+        """The shape with another size along the axis, or without the axis."""
         return (*self.sizes[: self.axis], *size, *self.sizes[self.axis + 1 :])
 
     def node(self, op: str, *numbers: Sequence[int], outputs: int = 1, **attrs: Attr) -> ValueRef:
-        """An operator of the input and of constant numbers."""
+        """Add an operator that reads the input and constant numbers. Returns its first output."""
         consts = [self.growing.const(n) for n in numbers]
         return self.growing.node(op, self.ref, *consts, outputs=outputs, **attrs)
 
 
-# Adds an operator behind a changed input. Its output has the old shape of the input.
+# A function that adds an operator behind a changed input. The operator's output has the input's old shape.
 Maker = Callable[[_Input, Draw], ValueRef]
 
 
@@ -170,7 +170,7 @@ _MAKERS: tuple[Maker, ...] = (
 
 
 def _before(problem: Problem, draw: Draw) -> Sketch:
-    """Add an operator before an input. The input gets a shape from which the operator makes the old shape."""
+    """Add an operator before an input. The input gets another shape, from which the operator computes the old shape."""
     sketch = problem.sketch
     at = draw.integer(0, len(sketch.inputs) - 1)
     type = sketch.inputs[at]
@@ -203,7 +203,9 @@ def _before(problem: Problem, draw: Draw) -> Sketch:
 
 
 def _sizes(type: TensorType) -> Shape:
-    """The shape, with 2 for symbols. Raises Unbuildable for an unknown rank, a large tensor, or no floats."""
+    """The shape, with 2 for symbols. Raises Unbuildable for an unknown rank, a large tensor, or a type that is no
+    float.
+    """
     if type.shape is None or type.dtype not in FLOATS:
         raise Unbuildable("nothing is known of it")
     sizes = tuple(d if isinstance(d, int) else 2 for d in type.shape)

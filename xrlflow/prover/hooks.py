@@ -1,7 +1,8 @@
 """Temporary changes of the rule language for a proof: drop a condition, or record what rules read.
 
-Rules and their helpers find `require` by the global name under which they imported it, and read values through
-properties of `Val` and through `Captures`. Both are replaced here, for this process, while a context lasts.
+Rules and their helpers call `require` by the global name under which they imported it. They read values through
+properties of `Val` and through `Captures`. Names and properties are replaced here, in this process, while a context
+lasts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _READ = ("shape", "rank", "uniform", "ints", "scalar")
 
 @contextmanager
 def without(site: Site) -> Iterator[None]:
-    """Drop one `require` while the context lasts. This makes mutants, which a proof must reject.
+    """A context in which one call of `require` does nothing. The rule becomes a mutant, which a proof must reject.
 
     Raises LookupError if no module of this file calls `require` by a global name.
     """
@@ -59,7 +60,8 @@ def _modules(file: str) -> list[ModuleType]:
 
 @contextmanager
 def watched(show: Callable[[Any], Any]) -> Iterator[None]:
-    """While the context lasts, rules read `show(x)` for each size, constant's number and attribute `x`.
+    """A context in which rules get `show(x)` instead of each size, number of a constant and attribute `x` that they
+    read.
 
     This is for conditions only, not for targets.
     """

@@ -1,7 +1,7 @@
 """Machine arithmetic: integers of fixed width, and casts that round as in ONNX Runtime.
 
-In `Reals`, which verification uses, a Cast to half keeps all digits. A proof must round, because a rule that ignores
-the rounding of a narrow type is wrong. Other arithmetic of floats is that of real numbers.
+In `Reals`, which verification uses, a Cast to half keeps all digits. A proof must round in casts, because a rule that
+ignores the rounding of a narrow type is wrong. Other arithmetic of floats is that of real numbers.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from xrlflow.ops.evaluate import Evaluation
 from xrlflow.ops.field import Array, Reals
 from xrlflow.ops.schema import canonical_attrs
 
-# The types to which casts round. NumPy has no bfloat16. DOUBLE is not here: floats are computed in float64.
+# The types to which casts round. NumPy has no bfloat16. DOUBLE is missing because floats are computed in float64.
 _ROUNDED = {
     DType.FLOAT16: np.dtype(np.float16),
     DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
     DType.FLOAT: np.dtype(np.float32),
 }
-# By item size in bytes: the integer type to which a float is cast first. A number that does not fit it becomes its
-# least number. Then the upper bits are dropped. This is what x86 does; ONNX leaves it open.
+# By item size in bytes, the integer type to which a float is cast first. A float that does not fit this type becomes
+# the type's least number. Then the upper bits are dropped. This is what x86 does; ONNX leaves it open.
 _CAST_REGISTERS = {1: "int32", 2: "int32", 4: "int64", 8: "int64"}
 
 
 class Undefined(ArithmeticError):
-    """An integer division that would end the process: by zero, or of the least integer by -1."""
+    """An integer division that would crash the process: by zero, or of the least integer by -1."""
 
 
 class Machine(Reals):
@@ -45,7 +45,7 @@ class Machine(Reals):
         register: np.dtype[Any] = np.dtype("int32" if dtype == np.int32 else _CAST_REGISTERS[dtype.itemsize])
         limit = 2.0 ** (8 * register.itemsize - 1)
         truncated = np.trunc(a)
-        fits = (truncated >= -limit) & (truncated < limit)  # NaN does not
+        fits = (truncated >= -limit) & (truncated < limit)  # NaN does not fit
         indefinite = np.iinfo(register).min
         return np.where(fits, np.where(fits, truncated, 0).astype(register), indefinite).astype(dtype)
 
@@ -63,7 +63,9 @@ MACHINE = Machine()
 
 
 def round_to(a: Array, to: DType) -> Array:
-    """Round floats (float64) to a type; beyond its range they become infinite. Other arrays are returned unchanged."""
+    """Round floats (float64) to a type; numbers beyond its range become infinite. Other arrays are
+    returned unchanged.
+    """
     narrow = _ROUNDED.get(to)
     if narrow is None or a.dtype.kind != "f":
         return a
@@ -93,14 +95,14 @@ _HOLDING_TYPES = {
 
 @lru_cache(maxsize=64)  # each side of a case is evaluated a dozen times
 def evaluation(graph: Graph) -> Evaluation:
-    """Evaluates a graph, with casts by its types (see `with_known_casts`)."""
+    """The evaluation of a graph, with casts that round by the graph's types (see `with_known_casts`)."""
     return Evaluation.of(with_known_casts(graph))
 
 
 def with_known_casts(graph: Graph) -> Graph:
-    """The graph with each CastLike replaced by a Cast, and each Cast between floats that rounds nothing by Identity.
+    """The graph with each CastLike replaced by a Cast, and each Cast between floats that rounds nothing by an Identity.
 
-    This needs the types of the graph, because all floats are evaluated as float64 arrays.
+    It is made from the types of the graph, because all floats are evaluated as float64 arrays.
     """
     if not any(n.op in ("Cast", "CastLike") for n in graph.nodes()):
         return graph
@@ -120,7 +122,9 @@ def _with_known_cast(graph: Graph, node: Node) -> Node:
 
 
 def integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Random integers of a type. Half are uniform over its range, half are at or near its ends or small."""
+    """Random integers of a type. Half are uniform over its range; the other half are small, or at or near the range's
+    ends.
+    """
     info = np.iinfo(dtype)
     even = rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
     ends = [info.min, info.min + 1, info.max // 2, info.max // 2 + 1, info.max - 1, info.max]

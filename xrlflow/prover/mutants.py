@@ -1,7 +1,7 @@
-"""Mutants of a rule's target. A proof that accepts them proves nothing.
+"""Mutants of a rule's target. A proof that accepts wrong ones proves nothing.
 
-The target is traced with a builder that makes one change: it swaps inputs, changes an attribute or a number, leaves
-out an operator, or exchanges results. (`xrlflow.rewrite.without` drops a `require`.)
+The target is traced with a builder that makes one change: it swaps inputs, changes an attribute or a number, leaves out
+an operator, or exchanges results. (Mutants of conditions are made by `hooks.without`, which drops a `require`.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xrlflow.prover.cases import ProofBuilder
 from xrlflow.rewrite import Lit, Val
 
 _MOST_SWAPS, _MOST_ELEMENTS = 3, 6
-# Attributes that do not change what is computed in float64, or that repeat what is known from elsewhere.
+# Attributes that do not change what is computed in float64, or that follow from something else.
 _IDLE = frozenset(
     {
         *("stash_type", "momentum", "saturate", "seed", "num_outputs"),
@@ -28,7 +28,7 @@ _IDLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """One change of a target: at which call of an operator, in the order of the target, and how."""
+    """One change of a target: how, and at which call of an operator, counted in the order of the target's calls."""
 
     call: int
     op: str
@@ -98,8 +98,8 @@ class Call:
 class MutatingBuilder(ProofBuilder):
     """Traces a target with one mutation.
 
-    `reached`: whether the target reached the mutated call. `right`: the call in the target. `wrong`: the call, or the
-    value, that replaced it.
+    `reached`: whether the target made the call to be changed. `right`: that call as the target makes it. `wrong`: the
+    call, or the value, that replaced it.
     """
 
     def __init__(self, graph: Graph, mutation: Mutation) -> None:
@@ -153,8 +153,8 @@ def _perturbed_input(op: str, index: int, value: Any, element: int) -> Any:
 
 
 def _next_number(op: str, index: int, number: float) -> float:
-    """Another number, with a different meaning."""
-    if (op, index) == ("Slice", 2):  # an end beyond the dimension: one more or one less changes nothing
+    """Another number than `number` for an input of an operator, with a different meaning."""
+    if (op, index) == ("Slice", 2):  # an end beyond the dimension: changing it by one has no effect
         return number - 1 if abs(number) < 2**31 - 1 else 1
     if op == "Reshape" and number in (0, -1):  # 0 and -1 can stand for the same size
         return 2
@@ -162,7 +162,7 @@ def _next_number(op: str, index: int, number: float) -> float:
 
 
 def _perturbed(op: str, named: dict[str, Any], name: str, element: int = 0) -> dict[str, Any]:
-    """The keyword arguments of a target's node with one attribute changed."""
+    """The keyword arguments of a node in a target, with one attribute changed."""
     out = dict(named)
     if name == "sizes":
         sizes = list(out["sizes"])
@@ -184,7 +184,8 @@ def _changed_value(op: str, name: str, value: Any, element: int) -> Any:
     if value is None:
         value = defaults(op).get(name)
     if isinstance(value, bool | int):
-        # An operator without a schema has no defaults; what is 0 or 1 may be a flag, of which 2 says the same as 1.
+        # Without a schema no defaults are known. Then an attribute of 0 or 1 may be a flag, for which 2 means the same
+        # as 1.
         flag = value in (0, 1) and (schema(op) is None or defaults(op).get(name) in (0, 1))
         return 1 - value if flag else value + 1
     if isinstance(value, float):

@@ -1,4 +1,6 @@
-"""Mutation testing: the tests of a proof must reject mutants of a rule. Each mutant that survives needs a reason."""
+"""Mutation testing: the tests of a proof must reject mutants of a rule. A mutant that survives needs a reason why it is
+right.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,12 @@ from xrlflow.prover.sketch import Problem, check_types
 from xrlflow.rewrite import AnyRule, Library, Val
 from xrlflow.rewrite.rule import Site
 
-# The number of cases on which each mutant is tried first, and on which a survivor is tested thoroughly.
+# On how many cases each mutant is tried first, and on how many a mutant that passed is tested thoroughly.
 _FIRST, _THOROUGH = 10, 40
-# So many draws must agree if two operators are to count as equivalent.
+# On so many draws of inputs two operators must agree to count as equivalent.
 _DRAWS = 4
-# The sizes that named dimensions get in them, the most elements of a tensor, and the scale of large floats.
+# For these draws: the sizes that named dimensions get, the large sizes, the most elements of a tensor, and the scale of
+# large floats.
 _SMALL_SIZES, _LARGE_SIZES, _MOST_ELEMENTS, _LARGE_NUMBERS = (1, 2, 3, 4), (1, 2, 130, 2050), 1 << 19, 1e5
 
 _SAME = "equivalent: on other inputs of these types, too, the operator computes the same so"
@@ -51,15 +54,17 @@ _BROADCASTS = "equivalent: only the shape differs, and what reads it broadcasts"
 class Survivor:
     """A mutant that passed."""
 
-    mutant: str  # its description
+    mutant: str  # the description of the mutant
     cases: int  # the number of cases in which it changes the graph but not what the graph computes
-    why: str  # why it is right (empty: not explained)
+    why: str  # why the mutant is right (empty: not explained)
     kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class HuntResult:
-    """The numbers of mutants by kind, the survivors, and the conditions that can be dropped as another one refuses."""
+    """The numbers of mutants by kind, the survivors, and the conditions that can be dropped because another one
+    refuses.
+    """
 
     counts: Mapping[str, int]
     survivors: tuple[Survivor, ...]
@@ -71,7 +76,7 @@ class HuntResult:
 
     @property
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """For each kind the numbers of mutants rejected and made."""
+        """For each kind of mutants: how many were rejected, and how many there are."""
         passed = Counter(s.kind for s in self.survivors)
         return {kind: (count - passed[kind], count) for kind, count in sorted(self.counts.items())}
 
@@ -90,7 +95,9 @@ class Further(Protocol):
 
 @dataclass(slots=True)
 class Hunt:
-    """Mutation testing of one rule. `cases` are the rule's; `refused`: the problems that each `require` refused."""
+    """Mutation testing of one rule. `cases` are the rule's; `refused` has, for each `require`, problems that it
+    refused.
+    """
 
     rule: AnyRule
     library: Library
@@ -109,20 +116,20 @@ class Hunt:
 
     @property
     def further(self) -> Sequence[Case]:
-        """More cases, drawn on first use, that is, for the first survivor."""
+        """More cases. They are drawn when they are first needed, that is, for the first survivor."""
         if self._cases is None:
             self._cases = self.more.further_cases()
         return self._cases
 
     def _rejects(self, case: Case, thorough: bool = False) -> bool | None:
-        """Whether a test rejects a mutant's case; None if the graph has no value anyway.
+        """Whether a test rejects a case of a mutant; None if the case's graph has no value at all.
 
         With `thorough`, for survivors, all tests are run. Otherwise one trial is enough.
         """
         tested = False
         try:
             if self.rule.proof == "field":
-                for _ in range(4 if thorough else 1):  # dimensions that have a name get other numbers
+                for _ in range(4 if thorough else 1):  # named dimensions get other numbers each time
                     tested |= check_field(case, self.rng, 0.5) is not None
             if thorough:
                 for wide in {False, bool(whole_types(case))}:
@@ -140,7 +147,7 @@ class Hunt:
     # Targets
 
     def _targets(self) -> tuple[Counter[str], list[Survivor]]:
-        """Test the mutants of the target. Returns the number of each kind, and the survivors."""
+        """Test the mutants of the target. Returns the number of mutants of each kind, and the survivors."""
         mutations: dict[Mutation, None] = {}
         first = self.cases[:: max(1, len(self.cases) // _FIRST)]
         for case in first:
@@ -159,11 +166,13 @@ class Hunt:
         return +counts, survivors
 
     def _survivor(self, mutation: Mutation, cases: Sequence[Case]) -> Survivor | None:
-        """Test a mutant that passed, and changes the graph in these cases, thoroughly. None if it is rejected now."""
+        """Test thoroughly a mutant that passed, and that changes the graph in these cases. None if a test rejects it
+        now.
+        """
         if self._rejected_on(mutation, (*cases, *self.further), trials := _Trials(), thorough=True):
             return None
         survivor = self._explained(mutation, trials)
-        # Cases near those where it makes a difference are the most likely to show that it is wrong.
+        # Cases near those where the mutant makes a difference are the most likely to show that it is wrong.
         if not survivor.why and self._rejected_on(
             mutation, self.more.cases_near(cases), trials, thorough=True
         ):
@@ -173,7 +182,9 @@ class Hunt:
     def _rejected_on(
         self, mutation: Mutation, cases: Iterable[Case], trials: _Trials, thorough: bool = False
     ) -> bool:
-        """Whether one of these cases shows that a mutant is wrong. The cases are recorded in `trials`."""
+        """Whether one of these cases shows that a mutant is wrong. The cases where it differs are recorded
+        in `trials`.
+        """
         for case in cases:
             builder = MutatingBuilder(case.before, mutation)
             try:
@@ -214,7 +225,9 @@ class Hunt:
     # Conditions
 
     def _conditions(self) -> tuple[int, list[Survivor], list[str]]:
-        """Test the mutants without one `require`. Returns their number, the survivors, and the redundant conditions."""
+        """Test the mutants that lack one `require`. Returns their number, the survivors, and the
+        redundant conditions.
+        """
         count, survivors, redundant = 0, [], []
         for site, problems in self.refused.items():
             mutant = f"drop: {self.reasons[site]}"
@@ -239,10 +252,12 @@ class Hunt:
     def _drop(
         self, site: Site, problems: Iterable[Problem], passed: list[Problem], thorough: bool = False
     ) -> bool:
-        """Whether a test rejects a case that exists only without the condition. Cases that pass add to `passed`."""
+        """Whether a test rejects a case that the rule has only without the condition. Cases that pass are added to
+        `passed`.
+        """
         for problem in problems:
             cases = self._cases_without(site, problem)
-            if cases is None:  # the rule needs the condition, unless the graph is meaningless
+            if cases is None:  # the rule raises: it needs the condition, unless the graph is meaningless
                 if not usable(problem, self.rng):
                     continue
                 return True
@@ -255,7 +270,7 @@ class Hunt:
         return False
 
     def _cases_without(self, site: Site, problem: Problem) -> list[Case] | None:
-        """The rule's cases in a problem without the condition; None if the rule raises."""
+        """The cases that the rule has in a problem without the condition; None if the rule raises."""
         with without(site):
             try:
                 return find_cases(self.library, problem)[0]
@@ -264,14 +279,16 @@ class Hunt:
 
 
 def _check_fit(mutant: Case) -> None:
-    """Raises Unbuildable for a new node whose operator does not take the element types of its inputs."""
+    """Raises Unbuildable if a new node's operator does not take the element types of its inputs."""
     for node in (*mutant.edit.added, *(new for _, new in mutant.edit.rewired)):
         check_types(node.op, [mutant.after.type(v) if v else None for v in node.inputs])
 
 
 @dataclass(slots=True)
 class _Trials:
-    """The cases in which a mutant changes the graph, and how its operators compare (`_likeness`)."""
+    """The cases in which a mutant changes the graph, and how its operators compare with the right
+    ones (`_likeness`).
+    """
 
     effective: int = 0
     cases: list[Case] = field(default_factory=list)
@@ -279,10 +296,11 @@ class _Trials:
 
 
 def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) -> str | None:
-    """Compare a mutant's operator alone with the right one, on random inputs of the same types, also on large ones.
+    """Compare the operator that a mutant changed with the right one, alone, on random inputs of the same types, some of
+    them large.
 
-    Returns an explanation if they are equivalent, "" if they differ, and None if the right operator takes none of the
-    drawn inputs.
+    Returns an explanation if the two are equivalent, "" if they differ, and None if the right operator takes none of
+    the drawn inputs.
     """
     if builder.right is None or builder.wrong is None:
         return ""
@@ -302,7 +320,7 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
                     verdict = _BROADCASTS
                 shape = np.broadcast_shapes(a.shape, b.shape)
                 a, b = np.broadcast_to(a, shape), np.broadcast_to(b, shape)
-                real = a.dtype.kind == "f"  # the mean of nothing is NaN on both sides
+                real = a.dtype.kind == "f"  # the mean of an empty tensor is NaN on both sides
                 same = np.allclose(a, b, 1e-12, 1e-12, equal_nan=True) if real else np.array_equal(a, b)
                 if not same:
                     return ""
@@ -316,9 +334,9 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
 
 @dataclass(slots=True)
 class _RandomInputs:
-    """Random inputs of operators, and the sizes of dimensions that have a name.
+    """Random inputs of operators, and the sizes of named dimensions.
 
-    With `wide`, integers are drawn from their full range, floats are large, and dimensions too.
+    With `wide`, integers are drawn from their full range, and floats and dimensions are large.
     """
 
     rng: np.random.Generator
@@ -333,7 +351,7 @@ class _RandomInputs:
         return self.sizes.setdefault(dim or "", int(self.rng.choice(options)))
 
     def of(self, type: TensorType) -> Array:
-        """Raises ValueError for a tensor that is too large."""
+        """A random tensor of a type. Raises ValueError if it would be too large."""
         shape = tuple(map(self.size, type.shape or ()))
         if prod(shape) > _MOST_ELEMENTS:
             raise ValueError("it is too large")
@@ -346,13 +364,13 @@ class _RandomInputs:
 
 
 def _evaluate_call(case: Case, call: Call | Val, inputs: _RandomInputs) -> tuple[Array, ...]:
-    """The outputs of an operator for random inputs, which are drawn once."""
+    """The outputs of an operator for random inputs. Each input is drawn once and then reused."""
     graph = case.before
     if isinstance(call, Val):
         return (_number(case, graph, call.value, call.type, inputs),)
     scratch = ProofBuilder(graph)
     outputs = scratch.node(call.op, *call.inputs, **call.named)
-    if not scratch.drafts:  # a constant
+    if not scratch.drafts:  # the builder folded the operator to a constant
         return tuple(promote(REALS, v.array) for v in (outputs if isinstance(outputs, tuple) else (outputs,)))
     draft = scratch.drafts[-1]
     types = {v.value: v.type for v in call.inputs if isinstance(v, Val)}

@@ -32,12 +32,12 @@ from xrlflow.rewrite.rule import VarSpec
 TYPES = (DType.FLOAT, DType.DOUBLE, DType.FLOAT16, DType.BFLOAT16, DType.BOOL, *sorted(INTEGERS))
 _OTHER_TYPES = (DType.INT64, DType.INT32, *TYPES[1:])
 _RANKS = range(6)
-# The prefix of a dimension's subject.
+# What the subject of a dimension begins with; the dimension's name follows.
 _DIMENSION = "dimension "
 
 
 def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
-    """The kinds that sketches of a rule must show: those of all that its declaration leaves open."""
+    """The kinds that sketches of a rule must show: those of everything that its declaration leaves open."""
     kinds: dict[Kind, None] = {}
 
     def note(subject: str, names: Iterable[str]) -> None:
@@ -81,7 +81,7 @@ def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
 
 
 def operator_subject(node: PNode) -> str:
-    """The subject for the operator of a pattern's node that may have several."""
+    """The subject that stands for the choice of operator at a pattern's node that may have several."""
     return f"operator {node.op_name or node.index}"
 
 
@@ -96,7 +96,7 @@ def dimension_of(kind: Kind) -> str | None:
 
 
 def _taps(pattern: Pattern) -> set[int | str]:
-    """The dimensions that are sizes of kernels, which are never 0."""
+    """The dimensions that are sizes of kernels (windows); these are never 0."""
     return {
         dim
         for node in pattern.nodes
@@ -114,8 +114,8 @@ def _undescribed(spec: VarSpec | None) -> bool:
 class _Sample:
     """One random sketch of a pattern. With a `wish` it shows this kind if it can.
 
-    A rule may compare sizes. If a size is wished for, `turn` selects another dimension that gets the same size, or
-    none. In every second turn all other sizes are alike.
+    A rule may compare sizes. So if the wish is a size of a dimension, `turn` selects another dimension that gets the
+    same size, or none. In every second turn all remaining dimensions have one size.
     """
 
     def __init__(self, rule: Rule, pattern: Pattern, draw: Draw, wish: Kind | None, turn: int) -> None:
@@ -127,16 +127,17 @@ class _Sample:
         self.even = draw.integer(1, 3) if dimension_of(self.wish) is not None and turn % 2 == 0 else 0
         self.specs = draw.choice(self._alternatives())
         self.dims: dict[int | str, int] = {}
-        # The shape to which open dimensions, and variables without dimensions, broadcast.
+        # The shape to which dimensions left open, and variables without declared dimensions, broadcast.
         self.base = tuple(draw.dim() for _ in range(draw.integer(0, 5 if draw.chance(0.2) else 3)))
         self.used_base = False
         self.absent = {n for n in sorted(pattern.optional) if draw.chance(0.4)}
         self.dtype = self._element_type()
         self._apply_wish()
-        # The numbers of constants: "opaque" (rules cannot read them), "read" (they can), or "uniform" (all alike).
+        # How constants are drawn: "opaque" (rules cannot read their numbers), "read" (they can), or "uniform" (they
+        # can, and all numbers of a constant are equal).
         self.constants = draw.choice(["opaque", "opaque", "opaque", "read", "uniform", "uniform"])
         self.captured: dict[str, Attr | None] = {}
-        self.rests: dict[str, dict[str, Attr]] = {}  # all attributes of the last node of an operator
+        self.rests: dict[str, dict[str, Attr]] = {}  # by operator: all attributes of its last node
         self.inputs: list[TensorType] = []
         self.consts: list[SketchConst] = []
         self.refs: dict[str, ValueRef | None] = {}
@@ -147,7 +148,7 @@ class _Sample:
         self.types: dict[int, tuple[TensorType, ...]] = {}
 
     def _dimension_alike(self, turn: int) -> int | str | None:
-        """Another dimension of the same alternative that gets the wished size too; None for no other."""
+        """Another dimension of a declared alternative that gets the wished size, too; None in some turns."""
         dim = dimension_of(self.wish)
         named = [{d for s in a.values() for d in s.dims or ()} for a in self.pattern.shapes]
         partners = (
@@ -159,7 +160,7 @@ class _Sample:
         return options[turn % len(options)]
 
     def _alternatives(self) -> Sequence[Mapping[str, VarSpec]]:
-        """The declared alternatives that have the wished dimensions. Raises DegenerateSample if there are none."""
+        """The declared alternatives that have the dimensions wished for. Raises DegenerateSample if there are none."""
         required = {d for d in (dimension_of(self.wish), self.alike) if d is not None}
         alternatives = [
             a for a in self.pattern.shapes if required <= {d for s in a.values() for d in s.dims or ()}
@@ -176,7 +177,9 @@ class _Sample:
         return self.draw.choice(options or [DType.FLOAT])
 
     def _apply_wish(self) -> None:
-        """Set the sizes, types and absences that are wished for. Raises DegenerateSample for another arity or form."""
+        """Set the sizes and types and leave out the inputs that are wished for. Raises DegenerateSample if the wish
+        names another arity or form of the pattern.
+        """
         draw, subject, name = self.draw, self.wish.subject, self.wish.name
         if subject == "arity" and name != str(self.pattern.arity):
             raise DegenerateSample("another arity is wished for")
@@ -197,7 +200,7 @@ class _Sample:
                 self.dims[self.alike] = int(name)
 
     def _operators(self) -> list[str]:
-        """An operator for each node. Nodes with one name get the same operator."""
+        """An operator for each node of the pattern. Nodes with one name get the same operator."""
         operators = dict[str, str]()
         for node in self.pattern.nodes:
             subject = operator_subject(node)
@@ -209,7 +212,7 @@ class _Sample:
         return [operators[operator_subject(n)] for n in self.pattern.nodes]
 
     def _surplus_inputs(self) -> set[str]:
-        """The optional inputs that the drawn operators do not have."""
+        """The inputs that the pattern has, but the drawn operators do not."""
         inputs = (
             (v, i, schema(op)) for n, op in zip(self.pattern.nodes, self.ops) for i, v in enumerate(n.inputs)
         )
@@ -234,7 +237,7 @@ class _Sample:
         )
 
     def _shown(self) -> Iterator[Kind]:
-        """The kinds of this sketch that cannot be read from its graph."""
+        """The kinds that this sketch shows and that cannot be read from its graph."""
         if self.pattern.arity is not None:
             yield Kind("arity", str(self.pattern.arity))
         if self.pattern.form is not None:
@@ -329,7 +332,7 @@ class _Sample:
             return np.full(shape, draw.choice([0.0, 1.0, 2.0, 0.5, 3.0, 6.0, -1.0]))
         if dtype not in FLOATS:
             number = numpy_dtype(dtype)
-            if dtype == self.dtype and draw.chance(0.4):  # the numbers are data
+            if dtype == self.dtype and draw.chance(0.4):  # the constant's numbers are data
                 return integers(draw.rng, shape, number)
             return draw.rng.integers(0 if number.kind == "u" else -3, 4, shape)
         return draw.normals(shape) if self.constants == "opaque" else draw.eighths(shape)
@@ -387,7 +390,7 @@ class _Sample:
         shapes: list[tuple[int, ...] | None],
         types: list[TensorType | None],
     ) -> ValueRef:
-        """A constant of this number: a scalar, or a tensor that broadcasts to the other input."""
+        """A constant of this number: a scalar, or a tensor that broadcasts to the node's other input."""
         like = next((t.dtype for t in types if t is not None), self.dtype)
         partner = shapes[0] if position else None
         if not position and len(node.inputs) > 1 and isinstance(last_input := node.inputs[-1], Out):
@@ -428,7 +431,7 @@ class _Sample:
         """Set the attribute that is wished for, if it is among `names`."""
         for name in names:
             make = self._wished(attribute_subject(op, name), family(op, name))
-            if make is not None and name != "group":  # the group follows from the shapes
+            if make is not None and name != "group":  # the number of groups follows from the shapes
                 give(attrs, name, make(self.draw, shapes))
 
     def _type(self, ref: ValueRef | None) -> TensorType | None:
@@ -457,7 +460,7 @@ class _Sample:
 
 
 def give(attrs: dict[str, Attr], name: str, value: Attr | None) -> None:
-    """Set an attribute, or remove it if `value` is None, and remove attributes that contradict it."""
+    """Set an attribute, or remove it if `value` is None. Remove attributes that contradict it."""
     attrs.pop(name, None)
     if value is None:
         return
@@ -470,5 +473,7 @@ def give(attrs: dict[str, Attr], name: str, value: Attr | None) -> None:
 def draw_pattern(
     rule: Rule, patterns: list[Pattern], draw: Draw, wish: Kind | None = None, turn: int = 0
 ) -> Sketch:
-    """Draw a sketch of the rule's left side. `turn`: how many this wish has had before. Raises DegenerateSample."""
+    """Draw a sketch of the rule's left side. `turn`: how many sketches were drawn for this wish before. Raises
+    DegenerateSample.
+    """
     return _Sample(rule, draw.choice(patterns), draw, wish, turn).sketch()

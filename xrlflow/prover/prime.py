@@ -1,4 +1,5 @@
-"""A prime field for proofs. Equal polynomials agree everywhere, different ones almost nowhere (Schwartz, Zippel).
+"""A prime field for proofs. At a random point equal polynomials agree, and different ones almost never (Schwartz,
+Zippel).
 
 J. T. Schwartz, "Fast probabilistic algorithms for verification of polynomial identities", J. ACM 27 (1980).
 """
@@ -19,17 +20,20 @@ PRIMES = (4194301, 4194287)
 _EXACT = 1 << 53
 _MASK = (1 << 64) - 1
 
-# Powers with integer exponents in this range are computed; others are keyed functions (except the square root).
+# Powers with integer exponents in this range are computed by multiplication. Other powers are keyed functions (see
+# `PrimeField`), except the square root.
 _LEAST_POWER, _MOST_POWER = -2, 4
 
 
-# What `frexp` gives for the least and for the greatest float64.
+# The exponents that `frexp` gives for the least and for the greatest float64.
 _LEAST_EXPONENT, _MOST_EXPONENT = -1073, 1024
 
 
 @lru_cache(maxsize=8)
 def _powers_of_two(prime: int) -> Array:
-    """For each exponent of `frexp`, from the least: the power of two that a mantissa of 53 bits is multiplied by."""
+    """For each exponent of `frexp`, from the least: the power of two, in the field, that a 53-bit mantissa is
+    multiplied by.
+    """
     exponents = range(_LEAST_EXPONENT, _MOST_EXPONENT + 1)
     return np.array([pow(2, exponent - 53, prime) for exponent in exponents], np.int64)
 
@@ -41,9 +45,9 @@ class ZeroDenominator(ArithmeticError):
 class PrimeField(Field):
     """The integers modulo `prime`, as float64 arrays of 0 ... prime - 1.
 
-    exp, Relu, max and others are keyed functions: hashes of their name, parameters and arguments. All that holds of
-    them is that equal arguments give equal results, and that max and min are commutative. `key` seeds the hashes.
-    `lowest`, with which max pooling pads, is `prime` itself, a symbol outside of the field.
+    exp, Relu, max and others are *keyed functions*: hashes of their name, parameters and arguments. Their only
+    properties are that equal arguments give equal results, and that max and min are commutative. `key` seeds the
+    hashes. `lowest`, with which max pooling pads, is `prime` itself, a symbol outside of the field.
     """
 
     real = False
@@ -88,7 +92,7 @@ class PrimeField(Field):
     # Arithmetic
 
     def _are_integers(self, *operands: Any) -> bool:
-        """Whether all are integers or booleans, which are ordinary numbers."""
+        """Whether all operands are integers or booleans, which are computed as ordinary numbers."""
         return all(np.asarray(o).dtype.kind in "iub" for o in operands)
 
     def _element(self, a: Any) -> Any:
@@ -120,7 +124,7 @@ class PrimeField(Field):
         return np.fmod(self.prime - np.asarray(a), self.prime)  # type: ignore[no-any-return]
 
     def inverse(self, a: Any) -> Array:
-        """1 / a, by Fermat's little theorem. Raises ZeroDenominator if an element is 0."""
+        """1 / a in the field, by Fermat's little theorem. Raises ZeroDenominator if an element is 0."""
         base = np.asarray(a, np.float64)
         if (np.fmod(base, self.prime) == 0).any():
             raise ZeroDenominator("a denominator")
@@ -165,7 +169,9 @@ class PrimeField(Field):
     def _fold(
         self, a: Array, axes: tuple[int, ...] | None, keepdims: bool, merge: Any, empty: float
     ) -> Array:
-        """Reduce along axes, one element after the other."""
+        """Reduce along axes, one element after the other. `merge` combines two elements; `empty` is the result of
+        none.
+        """
         reduced = tuple(range(a.ndim)) if axes is None else tuple(i % a.ndim for i in axes)
         remaining = [i for i in range(a.ndim) if i not in reduced]
         shape = [a.shape[i] for i in remaining]
@@ -182,7 +188,7 @@ class PrimeField(Field):
     # Keyed functions
 
     def _hash(self, name: str, *parts: Any) -> Array:
-        """Hash a name and elements, which broadcast, to elements of the field."""
+        """Hash a name and elements (arrays that broadcast) to elements of the field."""
         seed = self.key
         for byte in name.encode():
             seed = (seed * 0x100000001B3 ^ byte) & _MASK
@@ -219,7 +225,7 @@ class PrimeField(Field):
         return out
 
     def _extreme(self, name: str, a: Any, b: Any) -> Array:
-        """max or min as a keyed function that is commutative and idempotent, with `lowest` as neutral element."""
+        """max or min as a commutative and idempotent keyed function, whose neutral element is `lowest`."""
         a, b = np.asarray(a), np.asarray(b)
         if self._are_integers(a, b):
             return (np.maximum if name == "max" else np.minimum)(a, b)  # type: ignore[no-any-return]
@@ -234,7 +240,7 @@ class PrimeField(Field):
         return self._extreme("min", a, b)
 
     def _extreme_of(self, name: str, a: Array, axes: tuple[int, ...] | None, keepdims: bool) -> Array:
-        """The extreme along axes: a keyed function of the sorted arguments."""
+        """max or min along axes: a keyed function of the sorted elements."""
         if self._are_integers(a):
             function = np.max if name == "max" else np.min
             return np.asarray(function(a, axis=axes, keepdims=keepdims))

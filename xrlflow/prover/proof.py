@@ -1,7 +1,7 @@
 """Proofs of rules.
 
-For each rule sketches of its left side are drawn from its `shapes` or `examples`, and near them. Sketches that its
-conditions admit become cases. Every case must pass three tests:
+For each rule sketches (small graphs) with its left side are drawn from its `shapes` or `examples`, and variations of
+them. Sketches that the rule's conditions admit become cases. Every case must pass three tests:
 
 1. Both sides agree over prime fields, in so many trials that a false rule would pass with a probability below 1e-12
    (rules with `proof = "field"`).
@@ -9,8 +9,8 @@ conditions admit become cases. Every case must pass three tests:
 3. Both sides agree in ONNX Runtime in float32 without its optimisations.
 
 Sketches are drawn until every kind of attribute, index, size, rank and type that the declaration leaves open has been
-tried (`coverage`) and every `require` of the rule has refused. Then the same tests must reject mutants of the rule
-(`mutation_testing`).
+tried (`coverage`) and every `require` of the rule has refused a sketch. Then the same tests must reject mutants of the
+rule (`mutation_testing`).
 """
 
 from __future__ import annotations
@@ -73,54 +73,58 @@ from xrlflow.rewrite.rule import Contradiction, Site
 from xrlflow.rewrite.state import match_all
 from xrlflow.workers import WorkerFactory, WorkerPool
 
-# The greatest number of sketches, the number of cases at which drawing stops, and the least number of cases of a proof.
+# The greatest number of sketches of a proof, the number of cases at which drawing stops, and the least number of cases.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
 _RUNTIME_CASES = 8
-# The number of further cases of each integer type that run in ONNX Runtime, with integers of its full range.
+# How many further cases run in ONNX Runtime for each integer type, with integers of its full range.
 _RUNTIME_OF_TYPE = 4
-# Numbers: of refused problems kept for each `require`; of sketches drawn so that each `require` refuses; of sketches
-# drawn for mutants that survive the cases.
+# How many refused problems are stored for each `require`; how many sketches are drawn to make each `require` refuse;
+# and how many sketches are drawn for mutants that survive the cases.
 _MOST_STORED, _MISSES, _FURTHER = 24, 600, 300
-# The most cases or refused graphs to find near those where a surviving mutant makes a difference.
+# How many cases or refused graphs are searched for at most, near those where a surviving mutant makes a difference.
 _MOST_NEAR = 300
-# In so many graphs of each condition, and in so many admitted graphs, numbers and sizes near limits are tried.
+# For so many refused graphs of each condition, and for so many admitted graphs, variants with numbers and sizes near
+# limits are tried.
 _AT_LIMITS = 3
-# The number of these variants with large tensors that are tested.
+# How many of these variants may have large tensors.
 _LARGE = 8
-# The number of these variants that are tried: half with numbers of the rule, half with numbers of its cases.
+# How many of these variants are tried: half with the numbers that the rule compares with, half with numbers of its
+# cases.
 _AROUND_LIMITS = 600
-# The number of graphs that are tried with sizes beyond the range of narrow types.
+# How many graphs are tried with sizes beyond the range of narrow types.
 _AT_RANGES = 96
-# These numbers are always tried, because a rule may compute a limit that is not a literal in its code.
+# Limits around which numbers and sizes are always tried, because a rule may compute a limit that is no literal in its
+# code.
 _ALWAYS_TRIED = (100, LARGEST - 1)
-# A case may lose at most so many bits of float32. A case that seems to lose more is run again so many times.
+# How many bits of float32 a case may lose, and how many times a case that seems to lose more is run again.
 MOST_BITS, _RUNS = 2.0, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The certificate of a rule: the prover's report."""
+    """The certificate of a rule: what its proof tried and found."""
 
     name: str
     proof: str
-    sketches: int  # graphs that were tried
+    sketches: int  # graphs (sketches) that were tried
     admitted: int  # cases among them
     refused: dict[str, int]  # near misses by reason
-    unreached: tuple[str, ...]  # conditions of the rule that refused nothing
+    unreached: tuple[str, ...]  # conditions of the rule that refused no graph
     trials: int  # evaluations over a prime field
     field_cases: int
     bound: float  # the greatest probability, over the cases, that a false rule passes (1 for numeric rules)
     float_draws: int
     runtime_cases: int
-    bits: float | None  # the most bits of float32 accuracy that a case lost; None: not run
+    bits: float | None  # the most bits of float32 that a case lost; None: not run
     lost: float  # the greatest ratio of the right side's rounding error to the left side's
     mutants: int
     mutants_rejected: int
     mutants_by_kind: dict[str, tuple[int, int]]  # mutants rejected, all mutants
     survivors: tuple[Survivor, ...]  # mutants that passed, and why they are right
     redundant: tuple[str, ...]  # conditions that can be dropped because another one refuses
-    # For each attribute, index, dimension, rank and type the verdict on each kind: admitted; refused by a condition;
-    # beside (the left side did not match); untested; meaningless for the shapes; unbuilt (no operator took it).
+    # For each attribute, index, dimension, rank and type the verdict on each kind: admitted; refused (by a condition);
+    # beside (no graph of the kind matched the left side); untested; meaningless (no value of the kind fits the shapes);
+    # unbuilt (no operator took such values).
     covered: dict[str, dict[str, str]]
     failures: tuple[str, ...]
     seconds: float
@@ -147,7 +151,8 @@ class Proof:
     library: Library = field(init=False)
     draw: Draw = field(init=False)
     rng: np.random.Generator = field(init=False)
-    # Later tests draw from this, so that what the others draw does not depend on them.
+    # The generator for later tests. They do not use `rng`, so that adding a test does not change what the other tests
+    # draw.
     own_rng: np.random.Generator = field(init=False)
     source: Source = field(init=False)
     coverage: Coverage = field(init=False)
@@ -176,7 +181,7 @@ class Proof:
 
     def __post_init__(self) -> None:
         self.library = library_of(self.rule)
-        # What the rule assumes of the processor may not hold here.
+        # On this processor the rule's assumption (`vnni`) may be false; then its cases are not run in ONNX Runtime.
         self.in_runtime = self.rule.assumes != "vnni" or not saturates()
         self.draw = Draw(digest(self.rule.name) ^ self.seed)
         self.rng, self.own_rng = self.draw.rng, np.random.default_rng(digest(self.rule.name) ^ self.seed)
@@ -185,7 +190,9 @@ class Proof:
         self.conditions = own_conditions(self.rule)
 
     def gather(self) -> None:
-        """Find cases and test them: random ones first, then cases for open kinds, unreached conditions and limits."""
+        """Find cases and test them: random ones first, then cases for kinds not settled, unreached conditions and
+        limits.
+        """
         for problem in self.source.problems():
             self.take(problem)
             if self.failures or len(self.cases) >= CASES or self.sketches >= MOST_SKETCHES:
@@ -214,7 +221,7 @@ class Proof:
         self.at_ranges()
 
     def at_ranges(self) -> None:
-        """If cases convert integers to a narrower type, test graphs with sizes beyond the range of that type."""
+        """If some cases convert integers to a narrower type, test graphs with sizes beyond the range of that type."""
         kinds: dict[object, list[Case]] = {}
         for case in self.cases:
             if types := converted(case):
@@ -232,7 +239,9 @@ class Proof:
                     self.fail(str(error), case.before)
 
     def at_limits(self) -> Iterator[Problem]:
-        """Graphs with numbers and sizes near those that the rule's conditions compare with or admitted cases have."""
+        """Graphs with numbers and sizes near limits: those that the rule's conditions compare with, and those of
+        admitted cases.
+        """
         near_misses = [p for refused in self.sites.values() for p in refused[:_AT_LIMITS] if p.sketch.varied]
         bases = [s for s, _ in (*self.source.examples, *self.bases[:_AT_LIMITS])]
         with watch() as notes:
@@ -244,7 +253,7 @@ class Proof:
         sources += [at_limit(s, n, self.draw) for s in bases for n in numbers]
         yield from islice(filter(None, map(self.source.built, in_turn(*sources))), _AROUND_LIMITS // 2)
         numbers_seen = set[int]()
-        for case in reversed(self.cases):  # cases at the rule's own numbers come first
+        for case in reversed(self.cases):  # cases whose numbers are the rule's come first
             sketch = case.problem.sketch
             for number in limits(numbers_of(sketch)) if sketch.varied else ():
                 if number not in numbers_seen:
@@ -252,7 +261,9 @@ class Proof:
                 numbers_seen.add(number)
 
     def directed(self, count: int) -> Iterator[Problem]:
-        """At most `count` graphs near the left side. Every second draw is meant to show a kind, each kind in turn."""
+        """At most `count` graphs near the left side. Every second graph is drawn to show a kind; the kinds take
+        turns.
+        """
         kinds = list(self.coverage.tallies)
         for i in range(count):
             turn, number = divmod(i // 2, len(kinds) or 1)
@@ -265,13 +276,15 @@ class Proof:
                 yield problem
 
     def neighbours(self, sketches: Iterable[Sketch]) -> Iterator[Problem]:
-        """The graphs that differ from a sketch in one detail (`variations.neighbours`), for each sketch in turn."""
+        """The graphs that differ from one of the sketches in one detail (`variations.neighbours`), from each sketch in
+        turn.
+        """
         return filter(None, map(self.source.built, in_turn(*map(neighbours, sketches))))
 
     def around(self, problems: Sequence[Problem]) -> Iterator[Problem]:
         """Graphs that differ a little from one of `problems` or of the examples.
 
-        They differ in one number, in one kind, or at random. `problems` may grow during the iteration.
+        They differ in one number, show another kind, or differ at random. `problems` may grow during the iteration.
         """
         bases = [s for s, _ in self.source.examples or self.bases[:_MOST_STORED]]
         sketches = [p.sketch for p in problems[:_MOST_STORED] if p.sketch.varied]
@@ -289,12 +302,13 @@ class Proof:
                 yield problem
 
     def of_kinds(self, problems: Sequence[Problem]) -> Iterator[Problem]:
-        """Graphs of each kind in turn, made from one of `problems` or from a drawn graph."""
+        """Graphs for each kind in turn, made from one of `problems` or from a drawn graph."""
         kinds = list(self.coverage.tallies)
         for i in range(_MISSES if kinds and problems else 0):
             turn, number = divmod(i, len(kinds))
             base = self.draw.choice(problems)
-            # A problem read from a file has no types of arguments. The examples contain it as a sketch.
+            # A problem read from a file lacks the types of each node's inputs (`arguments`). Examples have them as
+            # sketches.
             own = turn % 2 == 0 and bool(base.arguments) and base.sketch.varied and not base.sketch.hidden
             try:
                 problem = self.source.problem(
@@ -306,7 +320,7 @@ class Proof:
                 yield problem
 
     def take(self, problem: Problem, always: bool = False) -> None:
-        """Find the cases in a graph. Test them if cases are too few, if they show a new kind, or if `always`."""
+        """Find the cases in a graph. Test them if there are too few cases, if they show a new kind, or if `always`."""
         self.sketches += 1
         self.problems.append(problem)
         kinds = self.coverage.shown_by(problem)
@@ -367,7 +381,7 @@ class Proof:
                 tested = True
                 self.trials += result.trials
                 self.field_cases += 1
-                if not self.at_their_limits:  # large sizes give degrees that are too great for a bound
+                if not self.at_their_limits:  # large sizes give degrees so great that the bound says nothing
                     self.bound = max(self.bound, result.bound)
         try:
             draws = check_floats(case, self.rng, self.rule)
@@ -402,7 +416,7 @@ class Proof:
         return tuple(reason for site, reason in self.conditions.items() if site not in self.sites)
 
     def judge(self) -> None:
-        """Check what a proof needs besides cases that pass, and record failures."""
+        """Check what a proof needs besides cases that pass. What is missing is recorded as a failure."""
         if self.failures:
             return
         if len(self.cases) < LEAST_CASES:
@@ -439,21 +453,21 @@ class Proof:
         return cases
 
     def cases_near(self, cases: Sequence[Case]) -> Iterator[Case]:
-        """More cases, which differ a little from one of `cases`."""
+        """More cases, whose graphs differ a little from that of one of `cases`."""
         problems = different(self.around([c.problem for c in cases]))
         cases_of = (self.matches(p)[0][:1] for p in problems)
         return islice(chain.from_iterable(cases_of), _MOST_NEAR)
 
     def further_refused(self, site: Site) -> Iterator[Problem]:
-        """More graphs that a condition refuses: near each known one in turn, and others."""
+        """More graphs that a condition refuses: graphs near each refused one in turn, then others."""
         sketches = [p.sketch for p in self.sites[site] if p.sketch.varied]
         varied = filter(None, map(self.source.near, islice(cycle(sketches), _FURTHER)))
         return islice(self.refused_by(site, chain(varied, self.directed(_FURTHER))), CASES)
 
     def refused_near(self, site: Site, problems: Sequence[Problem]) -> Iterator[Problem]:
-        """More graphs that a condition refuses, which differ a little from one of `problems`.
+        """More graphs that a condition refuses and that differ a little from one of `problems`.
 
-        `problems` may grow during the iteration; then the search continues near the new ones too.
+        `problems` may grow during the iteration; the search then continues near the new ones, too.
         """
         return islice(self.refused_by(site, different(self.around(problems))), _MOST_NEAR)
 
@@ -502,7 +516,9 @@ class Proof:
 
 
 def prove(rule: AnyRule, seed: int = 0) -> Certificate:
-    """Prove a rule, or show where it is wrong. The same seed gives the same certificate."""
+    """Try to prove a rule. The certificate says whether the proof succeeded, or where the rule is wrong. The same seed
+    gives the same certificate.
+    """
     return Proof(rule, seed).certificate()
 
 
@@ -513,7 +529,7 @@ def prove_all(rules: Iterable[AnyRule], seed: int = 0) -> Iterator[Certificate]:
 
 
 class Prover:
-    """Proves rules in a worker. Each rule is passed itself, or by its name among those that `load` returns."""
+    """Proves rules in a worker. Each rule is passed itself, or by its name among the rules that `load` returns."""
 
     def __init__(self, seed: int, load: Callable[[], Iterable[AnyRule]] | None = None) -> None:
         self._named = {} if load is None else {rule.name: rule for rule in load()}
@@ -530,9 +546,10 @@ def prove_by(
     workers: int,
     load: Callable[[], Iterable[AnyRule]] | None = None,
 ) -> Iterator[Certificate]:
-    """The certificates of rules, from workers on the machines of `place`, in the order in which they finish.
+    """The certificates of rules, in the order in which their proofs finish in workers on the machines of `place`.
 
-    `load` loads rules that cannot be pickled, because their module is a file. Raises WorkerError if a worker fails.
+    `load` loads the rules in a worker. It is needed for rules that cannot be pickled, because their module is a file.
+    Raises WorkerError if a worker fails.
     """
     orders = iter(rules) if load is None else (rule.name for rule in rules)
     with WorkerPool(place, partial(Prover, seed, load), workers, "prover") as crew:
@@ -541,7 +558,7 @@ def prove_by(
 
 
 def library_of(rule: AnyRule) -> Library:
-    """A library of one rule, with its assumption and its contrib operators allowed."""
+    """A library of this rule alone, which allows its assumption and its contrib operators."""
     assuming = () if rule.assumes is None else (rule.assumes,)
     return Library([rule], backend=rule.backend, assuming=assuming, contrib=True)
 
@@ -554,7 +571,7 @@ Base = tuple[Sketch, Problem]
 class Source:
     """Draws graphs near a rule's left side, from its patterns and its examples (sketches and what they build).
 
-    `fixed`: the examples as read from text. Those with bodies cannot be varied.
+    `fixed`: the examples as graphs read from text. Examples with bodies are only here, because they cannot be varied.
     """
 
     rule: AnyRule
@@ -595,7 +612,7 @@ class Source:
     def problem(self, wish: Kind | None = None, bases: Sequence[Base] = (), turn: int = 0) -> Problem | None:
         """Draw a graph near the left side; None if the draw fails.
 
-        It is meant to show the kind `wish`. In every second `turn` it is one of `bases`, changed to show that kind.
+        The graph should show the kind `wish`. In every second `turn` it is one of `bases`, changed to show that kind.
         Raises UndefinedExpression if the shapes have no value of the kind.
         """
         try:
@@ -612,7 +629,7 @@ class Source:
             return None
 
     def near(self, sketch: Sketch) -> Problem | None:
-        """Draw a graph near a known one; None if the draw fails."""
+        """Draw a graph that differs a little from a sketch; None if the draw fails."""
         return self.built((resize if self.draw.chance(0.5) else vary)(sketch, self.draw))
 
     def built(self, sketch: Sketch) -> Problem | None:
@@ -634,7 +651,7 @@ class Source:
         draw = self.draw
         if not self.patterns and not self.examples:
             raise DegenerateSample("there is nothing to vary")
-        # An example has no names for its dimensions.
+        # Examples do not name their dimensions, so the kind of a dimension cannot be wished for.
         drawn_only = not self.examples or (wish is not None and dimension_of(wish) is not None)
         if self.patterns and (drawn_only or not draw.chance(0.3)):
             sketch = draw_pattern(self.rule, self.patterns, draw, wish, turn)  # type: ignore[arg-type]
@@ -668,7 +685,7 @@ def different(problems: Iterable[Problem]) -> Iterator[Problem]:
 
 
 def in_turn(*sources: Iterator[T]) -> Iterator[T]:
-    """The first item of each source, then the second of each, and so on until all have ended."""
+    """The first item of each source, then the second of each, and so on until all sources have ended."""
     remaining = list(sources)
     while remaining:
         for source in tuple(remaining):

@@ -1,8 +1,9 @@
 """Tests numbers and sizes near the limits of each element type.
 
-An index goes through int8 unharmed up to 127, a size through float16 up to 2,048. No small graph shows more. So if a
-side converts integers or booleans into a narrower type, dimensions get sizes just beyond what that type holds, and
-inputs get numbers around it. Wherever the left side rounds nothing, the right side must not round anything either.
+int8 holds an index up to 127, and float16 holds each size up to 2,048. A small graph cannot show that a rule is wrong
+for greater ones. So if a side converts integers or booleans into a narrower type, dimensions get sizes just beyond what
+that type holds, and inputs get numbers around this limit. Wherever the left side rounds nothing, the right side must
+not round anything either.
 """
 
 from __future__ import annotations
@@ -52,22 +53,23 @@ HOLDS: Mapping[DType, int] = {
 }
 # The greatest numbers of float types, for casts.
 _GREATEST = {DType.FLOAT16: 65504.0, DType.BFLOAT16: 3.3895e38, DType.FLOAT: 3.4028e38}
-# Graphs of a few of these operators may have larger tensors than others.
+# Operators that take little time: a graph of a few of them may have larger tensors than other graphs.
 _CHEAP = frozenset({
     "Add", "ArgMax", "ArgMin", "Cast", "Concat", "Equal", "Gather", "Greater", "Identity", "Less", "Mul", "Not",
     "ReduceSum", "Reshape", "Shape", "Size", "Squeeze", "Sub", "Transpose", "Unsqueeze",
 })  # fmt: skip
 _SIZES = frozenset({"Shape", "Size"})
-# Operators whose results grow with the sizes of their inputs (with all those that reduce).
+# Operators whose results grow with the sizes of their inputs; operators that reduce (Reduce...) count as well.
 _COUNTS = _SIZES | {
     "ArgMax", "ArgMin", "Conv", "ConvInteger", "CumSum", "Einsum", "Gemm", "Loop", "MatMul", "MatMulInteger", "MaxPool",
     "NonZero", "Range", "Scan", "TopK", "Unique",
 }  # fmt: skip
 _MOST_NODES, _MOST_ELEMENTS, _MOST_CHEAP = 8, 1 << 19, 1 << 25
-# The most elements of the inputs of a graph with bodies, whose inner sizes are not inferred.
+# The most elements that the inputs of a graph with bodies may have. (Sizes inside of bodies are not inferred.)
 _MOST_BODY_ELEMENTS = 1 << 12
-# Tolerances: for another order of float64 operations and constants rounded to float32, relative to the largest number
-# of an output; and for floats that are computed from integers, in roundings of the coarsest type of the left side.
+# Two tolerances. One is for another order of float64 operations and constants rounded to float32, relative to the
+# largest number of an output. The other is for floats that are computed from integers, in roundings of the coarsest
+# type of the left side.
 _ROUNDED, _UNITS = 2.0**-20, 64.0
 _UNIT = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT: 2.0**-24}
 
@@ -75,7 +77,7 @@ Filling = Literal["high", "low", "mixed"]
 
 
 def counted(graph: Graph) -> frozenset[DType]:
-    """The narrow types into which a graph converts integers or booleans, or what is computed from them."""
+    """The narrow types into which a graph converts integers or booleans, or numbers computed from them."""
     integer_inputs = {v for v in graph.inputs if graph.type(v).dtype not in FLOATS}
     dtypes = set[DType]()
     for node in graph.topological():
@@ -92,18 +94,18 @@ def counted(graph: Graph) -> frozenset[DType]:
 
 
 def _selects(op: str, index: int) -> bool:
-    """Whether an input selects elements (an index), and its numbers are not data."""
+    """Whether an input selects elements (as an index or a condition), so that its numbers are not data."""
     return (op, index) in (("Where", 0), ("Compress", 1)) or (says_where(op, index) and op != "Range")
 
 
 @lru_cache(maxsize=256)
 def converted(case: Case) -> frozenset[DType]:
-    """The narrow types into which a side of a case converts integers."""
+    """The narrow types into which one side of a case, or both, convert integers."""
     return counted(case.before) | counted(case.after)
 
 
 def counts(case: Case) -> bool:
-    """Whether a size or a position becomes data on a side of a case, or data become a size or a position."""
+    """Whether a side of a case makes data of a size or a position, or a size or a position of data."""
     nodes = (*case.before.nodes(), *case.after.nodes())
     return any(n.op in _COUNTS or n.op.startswith("Reduce") for n in nodes) or any(
         case.before.type(v).dtype in INTEGERS for v in placing(case.problem) & set(case.before.inputs)
@@ -111,12 +113,14 @@ def counts(case: Case) -> bool:
 
 
 def beyond(types: frozenset[DType]) -> list[int]:
-    """Sizes at which a number or a position no longer fits one of these types, in ascending order."""
+    """Sizes at which a count or a position no longer fits one of these types, in ascending order."""
     return sorted({HOLDS[t] + more for t in types for more in (1, 2)})
 
 
 def at_sizes(case: Case, draw: Draw) -> Iterator[Problem]:
-    """The graph of a case with one dimension, or all of a name or a size, just beyond what its narrow types hold."""
+    """The graph of a case with larger sizes: one dimension, or all dimensions of one name or one size, are just beyond
+    what the case's narrow types hold.
+    """
     problem = case.problem
     sketch = problem.sketch
     if not counts(case):
@@ -168,7 +172,7 @@ def _bound(type: TensorType, name: str, size: int) -> TensorType:
 
 
 def _affordable(problem: Problem, full: Problem) -> bool:
-    """Whether the sizes of `full` can be evaluated. What nothing but Shape and Size reads takes no memory."""
+    """Whether a graph of the sizes of `full` can be evaluated. Values that only Shape and Size read take no memory."""
     nodes = full.graph.topological()
     operands = {v for n in nodes if n.op not in _SIZES for v in n.inputs}
     types = [t for v in full.graph.inputs if v in operands for t in [full.type(v)]] + [
@@ -185,7 +189,7 @@ def _affordable(problem: Problem, full: Problem) -> bool:
 def check_ranges(case: Case, rng: np.random.Generator, rule: AnyRule) -> bool:
     """Compare both sides for numbers and positions at the limits of the narrow types of a case.
 
-    Returns whether the left side has a value for some of them. Raises Wrong.
+    Returns whether the left side has a value for some of these inputs. Raises Wrong.
     """
     try:
         return _checked(case, converted(case), rng, rule)
@@ -267,7 +271,9 @@ def _double(type: TensorType) -> TensorType:
 
 
 def _filled(case: Case, filling: Filling, types: frozenset[DType], rng: np.random.Generator) -> Feeds | None:
-    """Inputs with the greatest counts, positions and indices ("high"), with the least ones, or with a mixture."""
+    """Inputs with the greatest counts, positions and indices ("high"), with the least, or with a mixture. None if one
+    is too large.
+    """
     problem, graph = case.problem, case.before
     numbers = bindings(problem, rng)
     inputs = [*((v, problem.type(v)) for v in graph.inputs), *problem.opaque.items()]
@@ -300,7 +306,7 @@ def _filled(case: Case, filling: Filling, types: frozenset[DType], rng: np.rando
 def _floats(
     shape: tuple[int, ...], filling: Filling, types: frozenset[DType], rng: np.random.Generator
 ) -> Array:
-    """Numbers of one sign with the extreme one at the last position, or numbers near the limits of types."""
+    """Floats of one sign whose extreme is at the last position, or floats near the limits of types."""
     if filling == "mixed":
         ends = [n for t in types for n in (HOLDS[t], HOLDS[t] + 1, HOLDS[t] + 0.5, _GREATEST.get(t, 0.0))]
         return np.asarray(rng.choice([0.0, 1.0, *ends], shape) * rng.choice([-1.0, 1.0], shape))

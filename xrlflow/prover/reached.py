@@ -1,4 +1,6 @@
-"""Records which lines of a rule's code run for a graph. Only a graph that reaches a line can show a change there."""
+"""Records which lines of a rule's code run for a graph. A change of a line can show only in graphs for which it
+runs.
+"""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 D. S. Parker, "Monte Carlo arithmetic: exploiting randomness in floating-point arithmetic", UCLA CSD-970002 (1997).
 
-Both sides are computed several times. Each time each result of an operation is off by up to one rounding, at random.
-What this does to the left side is its own error: large where it loses digits itself, small where it does not. The right
-side's error may be a fixed multiple of that, for each element. Operands are drawn nearly equal (also to the graph's
-constants), of opposite signs, and far apart in magnitude: there digits cancel.
+Both sides are computed several times. In each run each result of an operation is off by up to one rounding, at random.
+The change of the left side's outputs is its own error: large where it loses digits itself, small where it does not. The
+right side's error may be a fixed multiple of the left side's, for each element. Operands are drawn so that digits
+cancel: nearly equal (also to the graph's constants), of opposite signs, and far apart in magnitude.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from xrlflow.rewrite import AnyRule
 
 Side = list[Array]
 
-# A rounding, relative to the result: that of float32. Only quotients of errors matter.
+# One rounding, relative to the result, as in float32. The size does not matter, since only quotients of errors are
+# used.
 _UNIT = 2.0**-24
-# What a Cast to a narrower type rounds.
+# The rounding of a Cast to a narrower type, relative to the result.
 _CAST = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
 # The greatest ratio of the right side's error to that of the left side.
 MOST_LOST = 64.0
-# How many times each side is computed, and how many more times if the ratio seems to be larger.
+# How many times each side is computed, and how many more times if the ratio of the errors seems too large.
 _SAMPLES, _MORE = 3, 24
 # Functions that ONNX defines, and runtimes compute, as exp(x) - 1 or log(exp(x) + 1): small results lose digits.
 _NEAR_ONE = frozenset({"celu", "elu", "selu", "softplus"})
-# Nearly equal numbers differ by this part of them. Small operands are smaller by this factor.
+# The relative difference of nearly equal operands, and the factor by which small operands are smaller.
 _APART, _SMALL = 2.0**-12, 2.0**-10
-# Larger products are not computed term by term.
+# Matrix products with more terms than this are not computed term by term.
 _MOST_PRODUCTS = 1 << 17
-# Magnitudes that are far apart: powers of two with exponents up to this.
+# Operands far apart in magnitude are powers of two with exponents up to this.
 _MOST_EXPONENT = 10.0
 
 
 class Rounding(Machine):
     """Machine arithmetic in which each result is off by up to one rounding, at random.
 
-    Without `always`, only what float32 does not hold is off.
+    Without `always`, only results that float32 cannot hold are off.
     """
 
     def __init__(self, rng: np.random.Generator, always: bool) -> None:
@@ -53,13 +54,13 @@ class Rounding(Machine):
         self._always = always
 
     def _off(self, a: Any, unit: float = _UNIT) -> Any:
-        """Numbers, each with an error."""
+        """Numbers, each off by a random error."""
         if np.asarray(a).dtype.kind != "f":
             return a
         return a * (1.0 + unit * self._rng.uniform(-1.0, 1.0, np.shape(a)))
 
     def _rounded(self, a: Any, exact: Any = True) -> Any:
-        """Numbers, with an error where they take more than the digits of float32, or are not `exact` in float64."""
+        """Numbers, with an error where float32 cannot hold them or where they are not `exact` in float64."""
         if np.asarray(a).dtype.kind != "f":
             return a
         if self._always:
@@ -72,7 +73,8 @@ class Rounding(Machine):
         return {v: self._off(a) for v, a in feeds.items()}
 
     def narrow(self, a: Array, to: DType) -> Array:
-        # To round would be a jump that comes earlier on one side than on the other.
+        # Rounding would be a jump, and one side might jump at other inputs than the other side. A random error has no
+        # jumps.
         return np.where(round_to(a, to) == a, a, self._off(a, _CAST.get(to, _UNIT)))
 
     def add(self, a: Any, b: Any) -> Array:
@@ -95,7 +97,7 @@ class Rounding(Machine):
         return self.sum(self.mul(a[..., :, :, None], b[..., None, :, :]), (-2,))
 
     def sum(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
-        """The sum in any order: each term is off, if there are more than two that are not 0."""
+        """The sum in any order: if more than two terms are not 0, each term is off."""
         total = super().sum(a, axes, keepdims)
         if a.dtype.kind != "f":
             return total
@@ -113,7 +115,7 @@ class Rounding(Machine):
     def unary(self, name: str, a: Any, *parameters: Any) -> Array:
         result = self._rounded(super().unary(name, a, *parameters))
         if name in _NEAR_ONE and np.asarray(result).dtype.kind == "f":
-            # exp(x) is about 1, and then multiplied by a parameter.
+            # exp(x) is about 1; its rounding error is then multiplied by a parameter.
             change = np.minimum(_UNIT * max(map(abs, parameters), default=1.0), np.abs(result))
             result = result + np.where(
                 np.asarray(a) < 0, change * self._rng.uniform(-1.0, 1.0, np.shape(result)), 0.0
@@ -129,9 +131,9 @@ class Rounding(Machine):
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Draws floats: all near one number, some of them small, or (`spread`) far apart in magnitude.
+    """Draws floats for operands: all near the number `base`, some of them small; or (`spread`) far apart in magnitude.
 
-    Each operand has one sign, or each of its elements has.
+    All elements of an operand have one random sign, or each has its own.
     """
 
     rng: np.random.Generator
@@ -150,7 +152,7 @@ class Operands:
 
 
 def _base(case: Case, rng: np.random.Generator) -> float:
-    """1, or a number among the constants that rules can read."""
+    """The number near which operands are drawn: 1, or one of the constants whose numbers rules can read."""
     if rng.random() < 0.5:
         return 1.0
     consts = case.before.leaves.consts
@@ -165,7 +167,7 @@ def _base(case: Case, rng: np.random.Generator) -> float:
     return usable[int(rng.integers(len(usable)))] if usable else float(rng.uniform(0.5, 4.0))
 
 
-# The operands of which an operator takes the sum or the difference: an operand, the other one, and its sign.
+# The inputs of operators that add or subtract: an operand, the operand that it can cancel, and the sign it needs.
 _CANCELLING = {
     "Add": ((0, 1, -1.0), (1, 0, -1.0)),
     "Sub": ((0, 1, 1.0), (1, 0, 1.0)),
@@ -174,7 +176,7 @@ _CANCELLING = {
 
 
 def _cancel(case: Case, feeds: Feeds, rng: np.random.Generator) -> None:
-    """Set an operand of a sum or a difference of the left side so that it nearly cancels the other one."""
+    """Set one operand of a sum or a difference of the left side so that it nearly cancels the other operand."""
     graph = case.before
     operands = [
         (n.op, n.inputs[at], n.inputs[partner], sign)
@@ -194,7 +196,7 @@ def _cancel(case: Case, feeds: Feeds, rng: np.random.Generator) -> None:
         value = value[(0,) * max(value.ndim - len(shape), 0)]
         broadcast = shape[len(shape) - value.ndim :]
         value = np.broadcast_to(value[tuple(slice(1 if d == 1 else None) for d in broadcast)], shape)
-    except Exception:  # the left side has no value: its own run says so
+    except Exception:  # the left side has no value, which its own run will report
         return
     cancelling = sign * value * (1.0 + _APART * rng.standard_normal(shape))
     feeds[operand] = np.asarray(cancelling, np.float32).astype(np.float64)
@@ -203,17 +205,20 @@ def _cancel(case: Case, feeds: Feeds, rng: np.random.Generator) -> None:
 def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: int = 0) -> float | None:
     """Compare the rounding errors of both sides for one draw of inputs.
 
-    In turn, by `turn`, all are nearly equal; or they are far apart in magnitude; or one operand cancels another one.
+    `turn` selects the inputs: nearly equal, far apart in magnitude, or far apart with one operand that nearly cancels
+    another.
 
     Returns by what factor the right side's error exceeds the left side's (at least 1), or None if there is nothing to
     compare. Raises Wrong if the factor is more than `MOST_LOST`. If the rule may round inputs, the right side's error
-    is also compared with what rounding each input does to the left side; one of the two factors must be in the limit.
+    is also divided by the change of the left side's outputs when each input is rounded; then one of the two factors
+    must be in the limit.
     """
     draw = _draw_sides(case, rng, turn)
     if draw is None:
         return None
     feeds, left, right = draw
-    # The left side's errors are those that an analysis has to expect; the right side's are those that it has.
+    # The left side's errors are those to be expected of any result (`always`), the right side's those that really
+    # occur.
     field, before = Rounding(rng, always=True), evaluation(case.before)
     declared = rule.may_round_inputs
     try:
@@ -222,7 +227,8 @@ def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: in
         factor = _error_ratio((left, right), own, new)
         if factor <= MOST_LOST:
             return factor
-        # The left side may have been exact by luck, or one side alone may have jumped: sample the same inputs again.
+        # The left side may have been exact by luck, or a function may have jumped on one side only. So the left side is
+        # sampled again for the same inputs.
         own = _maxima(own, _errors(before, feeds, left, field, _MORE))
         factor = _error_ratio((left, right), own, new)
         if factor <= MOST_LOST:
@@ -240,7 +246,7 @@ def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: in
 
 
 def _draw_sides(case: Case, rng: np.random.Generator, turn: int) -> tuple[Feeds, Side, Side] | None:
-    """Inputs, and both sides for them without errors; None if the left side has no value."""
+    """Inputs, and both sides computed for them without errors; None if the left side has no value."""
     for numbers in tried_bindings(case.problem, rng):
         try:
             feeds = draw_feeds(case.problem, numbers, rng, Operands(rng, _base(case, rng), turn % 3 > 0))
@@ -249,7 +255,7 @@ def _draw_sides(case: Case, rng: np.random.Generator, turn: int) -> tuple[Feeds,
             left, right = both_sides(case, feeds, MACHINE)
         except Unusable:
             continue
-        except (NotEvaluable, Wrong):  # another test says so
+        except (NotEvaluable, Wrong):  # another test reports it
             return None
         alike = all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(left, right, strict=True))
         return (feeds, left, right) if alike and any(a.dtype.kind == "f" and a.size for a in left) else None
@@ -259,14 +265,16 @@ def _draw_sides(case: Case, rng: np.random.Generator, turn: int) -> tuple[Feeds,
 def _errors(
     side: Evaluation, feeds: Feeds, exact: Side, field: Rounding, samples: int, perturbed: bool = False
 ) -> Side:
-    """The greatest errors of a side's float outputs, by element. Raises NotEvaluable, Unusable if a run fails."""
+    """For each element of a side's float outputs, the greatest error in several runs. Raises NotEvaluable, Unusable if
+    a run fails.
+    """
     errors = [np.zeros(a.shape) for a in exact]
     for _ in range(samples):
         try:
             results = side.run(field.perturbed(feeds) if perturbed else feeds, field)
         except NotEvaluable:
             raise
-        except Exception as error:  # a size or an index that depends on rounded numbers
+        except Exception as error:  # a size or an index depends on rounded numbers
             raise Unusable(str(error)) from error
         for greatest, a, b in zip(errors, exact, results, strict=True):
             if a.dtype.kind == "f":
@@ -282,13 +290,13 @@ def _maxima(one: Side, another: Side) -> Side:
 
 
 def _error_ratio(exact: tuple[Side, Side], own: Side, new: Side) -> float:
-    """The greatest quotient of the right side's errors and the left side's, which are at least one rounding."""
+    """The greatest quotient of a right side's error and the left side's. The latter counts as at least one rounding."""
     worst = 1.0
     for x, y, a, b in zip(*exact, own, new, strict=True):
         if x.dtype.kind != "f":
             continue
         bound = np.maximum(a, _UNIT * np.maximum(np.abs(x), np.abs(y)))
-        # Subnormal numbers have fewer digits.
+        # Subnormal numbers have fewer digits, so their errors are not compared.
         fair = np.isfinite(bound) & np.isfinite(b) & (b > np.finfo(np.float32).tiny)
         if fair.any():
             worst = max(worst, float((b[fair] / np.maximum(bound[fair], np.finfo(np.float64).tiny)).max()))

@@ -1,4 +1,4 @@
-"""Sketches: small graphs to try a rule on.
+"""Sketches: small graphs on which a rule is tried.
 
 A `Sketch` is a graph without inferred types; `build` infers them, which may fail. Many sketches are drawn for a rule.
 Those that can be built and that the rule admits become its cases.
@@ -67,7 +67,7 @@ class SketchNode:
 
 
 def _admits(declared: TensorType, full: TensorType) -> bool:
-    """Whether every tensor of the type `full` also has the type `declared`."""
+    """Whether every tensor of the type `full` has the type `declared`, too."""
     if declared.dtype != full.dtype or declared.shape is None or full.shape is None:
         return declared.dtype == full.dtype
     return len(declared.shape) == len(full.shape) and all(
@@ -105,16 +105,16 @@ class Sketch:
 
     @property
     def varied(self) -> bool:
-        """Whether the sketch can be varied. Nodes with bodies cannot."""
+        """Whether the sketch can be varied. Sketches with control-flow bodies cannot."""
         return not any(isinstance(v, Body) for n in self.nodes for v in n.attrs.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """A built sketch.
+    """A built sketch: a graph with types.
 
-    `opaque`: the constants that the proof draws, with their types. `actual`: the full types of inputs whose declared
-    types are less precise. `arguments`: the types of the inputs of each sketched node.
+    `opaque`: the constants whose numbers the proof draws, with their types. `actual`: the full types of inputs whose
+    declared types are less precise. `arguments`: for each node of the sketch, the types of its inputs.
     """
 
     graph: Graph
@@ -133,7 +133,7 @@ class Unbuildable(Exception):
 
 
 def build(sketch: Sketch) -> Problem:
-    """Infer all types and make the graph. Raises Unbuildable."""
+    """Infer all types of a sketch and make the graph. Raises Unbuildable."""
     leaves = Leaves()
     inputs = []
     for i, type in enumerate(sketch.inputs):
@@ -186,7 +186,9 @@ def _node(
     types_of: dict[Value, TensorType],
     used: set[Value],
 ) -> tuple[tuple[Value, ...], Node | None]:
-    """The outputs of a node, and the node. The node is None if it was folded, as the importer would do."""
+    """The outputs of a node of a sketch, and the graph's node. The node is None if it was folded to constants, as the
+    importer would do.
+    """
     while values and values[-1] == ABSENT:
         values = values[:-1]
     types = [None if v == ABSENT else types_of.get(v) or leaves.types[v] for v in values]
@@ -214,7 +216,9 @@ def _node(
 
 
 def check_types(op: str, types: Sequence[TensorType | None]) -> None:
-    """Raises Unbuildable for element types that the schema does not admit. ONNX's inference does not check them all."""
+    """Raises Unbuildable for element types that the operator's schema does not admit. ONNX's inference does not check
+    them all.
+    """
     if schema(op) is None:
         return
     inputs = admitted(op)
@@ -229,7 +233,7 @@ def check_types(op: str, types: Sequence[TensorType | None]) -> None:
             raise Unbuildable(f"{op}: the element types differ")
 
 
-# Attributes with one number for each dimension of the first input, and for each of its spatial dimensions.
+# Two sets of attributes: with one number for each dimension of the first input, and for each of its spatial dimensions.
 _PER_DIMENSION = ("perm",)
 _PER_SPATIAL = ("strides", "dilations", "kernel_shape", "output_padding")
 
@@ -251,7 +255,7 @@ def _check_ranks(op: str, attrs: Attrs, types: Sequence[TensorType | None]) -> N
     pads, kernel = attrs.get("pads"), attrs.get("kernel_shape")
     pools = op.endswith("Pool") and isinstance(pads, tuple) and isinstance(kernel, tuple)
     if pools and any(p >= k for p, k in zip(pads, kernel * 2)):  # type: ignore
-        raise Unbuildable(f"{op}: a window may lie in the padding")  # runtimes refuse it
+        raise Unbuildable(f"{op}: a window may lie in the padding")  # runtimes refuse such windows
 
 
 def _onnx_name(dtype: DType) -> str:
@@ -259,7 +263,7 @@ def _onnx_name(dtype: DType) -> str:
 
 
 def _needed(nodes: list[Node], outputs: tuple[Value, ...]) -> list[Node]:
-    """The nodes that the outputs depend on."""
+    """The nodes on which the outputs depend."""
     required = set(outputs)
     needed = []
     for node in reversed(nodes):

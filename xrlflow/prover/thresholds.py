@@ -1,9 +1,9 @@
-"""Finds the numbers that a rule's conditions and code compare with. A proof tries sizes and numbers around each.
+"""Finds the numbers with which a rule's conditions and code compare. A proof tries sizes and numbers around each.
 
-For example, a Slice that ends at 1,000 keeps all of a smaller dimension. Drawn sizes are small, and none shows that a
-dimension of 1,001 loses an element. The numbers come from two sources: the rule's code (constants of its functions, of
-those that they call, of closures, tables and class attributes; `integers_in_code`), and the comparisons made while the
-conditions are evaluated (`watch`).
+For example, a Slice up to index 1,000 leaves any smaller dimension whole. Randomly drawn sizes are small, so none shows
+that a dimension of 1,001 loses an element. The numbers come from two sources: the rule's code (constants of its
+functions, of the functions that they call, of closures, tables and class attributes; `integers_in_code`), and the
+comparisons made while the conditions are evaluated (`watch`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from xrlflow.ir.dims import LARGEST
 from xrlflow.prover.hooks import watched
 from xrlflow.rewrite import AnyRule, RegionRule, Rule
 
-# Random draws give sizes up to this.
+# The largest size that random draws usually give.
 LARGEST_USUAL_SIZE = 6
-# The greatest number of limits of a rule that are tried, the smallest first.
+# How many limits of a rule are tried at most, the smallest first.
 _MOST = 24
-# The greatest number of recorded comparisons. Without it a search through a range might never end.
+# How many comparisons are recorded at most. Without this limit a search through a range might never end.
 _MOST_COMPARISONS = 2000
 _MOST_DIGITS = 19
 _WIDEST = 1 << 63
@@ -36,10 +36,10 @@ class TooMany(Exception):
 
 
 class Watched(int):
-    """An integer that records what it, or a sum, difference, product or quotient made from it, is compared with.
+    """An integer that records what it is compared with; so do sums, differences, products and quotients made from it.
 
-    `back` maps a number that such a result is compared with to the corresponding original number. `notes` counts
-    the comparisons by that number.
+    `back` maps a number with which such a result is compared to the number with which the original would be compared.
+    `notes` counts the comparisons by the latter number.
     """
 
     notes: dict[int, int]
@@ -130,7 +130,7 @@ def show(value: Any, notes: dict[int, int]) -> Any:
 
 @contextmanager
 def watch() -> Iterator[dict[int, int]]:
-    """Count the numbers that conditions compare with while the context lasts."""
+    """A context that counts the numbers with which conditions compare."""
     notes: dict[int, int] = {}
     with watched(lambda value: show(value, notes)):
         yield notes
@@ -139,7 +139,7 @@ def watch() -> Iterator[dict[int, int]]:
 def integers_in_code(rule: AnyRule, types: bool = True) -> set[int]:
     """The integers in a rule's code, in the functions of its package that it calls, and in the tables that it reads.
 
-    `types`: whether integers that stand for element types count too.
+    `types`: whether integers that stand for element types are included.
     """
     collector = _Collector(type(rule).__module__.partition(".")[0], types)
     for kind in type(rule).__mro__:
@@ -159,10 +159,10 @@ class _Collector:
     types: bool
     integers: set[int] = field(default_factory=set)
     visited: dict[int, Any] = field(default_factory=dict)
-    """Visited values by `id`. The reference keeps the value alive, so that its `id` stays unique."""
+    """Visited values by `id`. This reference to the value prevents that another object gets the same `id`."""
 
     def collect(self, value: Any) -> None:
-        """Add the integers in a value: a number, a table, or a function and what it refers to."""
+        """Add the integers in a value: a number, a table, or a function and everything to which it refers."""
         if isinstance(value, (bool, bytes)) or value is None or (isinstance(value, DType) and not self.types):
             return
         if isinstance(value, (int, float, np.integer, np.floating)):
@@ -196,7 +196,7 @@ class _Collector:
         for cell in function.__closure__ or ():
             try:
                 self.collect(cell.cell_contents)
-            except ValueError:  # it is still empty
+            except ValueError:  # the variable of the closure has no value yet
                 continue
         self.collect([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
 
@@ -209,7 +209,7 @@ def function_of(value: Any) -> FunctionType | None:
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function and of all functions nested in it."""
+    """The code of a function, and of all functions nested in it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
@@ -217,7 +217,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def limits(numbers: set[int]) -> list[int]:
-    """The sizes of the numbers that random draws do not come near, in ascending order, at most `_MOST`."""
+    """The magnitudes of those numbers that random draws do not reach, in ascending order, at most `_MOST`."""
     return sorted({abs(n) for n in numbers if LARGEST_USUAL_SIZE <= abs(n) <= LARGEST + 1})[:_MOST]
 
 

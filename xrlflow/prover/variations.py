@@ -1,8 +1,8 @@
-"""Variations: sketches that differ from a known one in one or a few random changes.
+"""Variations: sketches made from a given sketch by one or a few random changes.
 
-A region rule's left side has no declared form, only examples. The graphs that its conditions must refuse are close to
-them: another axis, permutation or operator, or a value that is read twice. Variations also cover attributes and sizes
-that no example has.
+A region rule does not declare the form of its left side; it only gives examples. The graphs that its conditions must
+refuse are similar to the examples: they have another axis, permutation or operator, or a value that is read twice.
+Variations also cover attributes and sizes that no example has.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _POSITIVE = (
     "q_num_heads",
     "kv_num_heads",
 )
-# The greatest factor that is moved from one number of a shape to another.
+# The greatest factor by which one number of a shape is divided and another one multiplied.
 _GREATEST_FACTOR = 12
 # The greatest rank that is tried.
 _MOST_RANK = 8
-# Numbers of longer constants are not changed one by one.
+# The numbers of a constant are changed one by one only if it has at most so many.
 _MOST_NUMBERS = 8
-# No constant is made larger than this, in elements.
+# The most elements of a constant that a variation makes larger.
 _MOST_ELEMENTS = 1 << 16
 # The sizes with which each dimension is tried.
 _SIZES: tuple[Dim, ...] = (0, 1, "N", None)
@@ -58,17 +58,17 @@ _LIKE: dict[str, tuple[str, ...]] = {op: group for group in CLASSES for op in gr
 
 
 def vary(sketch: Sketch, draw: Draw) -> Sketch:
-    """Make one to three random changes. Some changes may have no effect."""
-    sketch = replace(sketch, shown_kinds=frozenset(), dims={})  # the changes may make them untrue
+    """Make one to three random changes of a sketch. Some changes may have no effect."""
+    sketch = replace(sketch, shown_kinds=frozenset(), dims={})  # the changes may make these untrue
     for _ in range(draw.choice([1, 1, 1, 2, 2, 3])):
         sketch = draw.choice(_CHANGES)(sketch, draw)
-    return forget(sketch, draw) if draw.chance(0.06) else sketch  # last: the other changes read the shapes
+    return forget(sketch, draw) if draw.chance(0.06) else sketch  # last: other changes read shapes
 
 
 def neighbours(sketch: Sketch) -> Iterator[Sketch]:
     """All sketches that differ in one operator, one number of an integer constant, or an input's dimension or rank.
 
-    A dimension gets another size or a name, or becomes unknown to the graph, as the rank may; the input keeps its full
+    A dimension gets another size or a name, or becomes unknown to the graph; so may the rank. The input keeps its full
     type.
     """
     sketch = replace(sketch, shown_kinds=frozenset(), dims={})
@@ -120,7 +120,7 @@ def at_number(sketch: Sketch, number: int, attributes: bool = True) -> Iterator[
 
 
 def at_limit(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
-    """Sketches with numbers, sizes and ranks at `limit` and next to it; also such numbers and sizes together."""
+    """Sketches with numbers, sizes and ranks equal to `limit` or off by one; also such numbers and sizes together."""
     for number in around(limit):
         yield from at_number(sketch, number)
     yield from of_sizes(sketch, limit, draw)
@@ -133,7 +133,7 @@ def at_limit(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
 
 
 def of_rank(sketch: Sketch, rank: int, draw: Draw) -> Sketch:
-    """Add dimensions in front of all inputs, up to `rank`."""
+    """Add dimensions at the front of all inputs, up to `rank` dimensions."""
     inputs = []
     for at, type in enumerate(sketch.inputs):
         shape = type.shape
@@ -144,7 +144,9 @@ def of_rank(sketch: Sketch, rank: int, draw: Draw) -> Sketch:
 
 
 def of_sizes(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
-    """All sketches in which one dimension, or all of one size, has the size `limit` or one next to it."""
+    """All sketches in which one dimension, or all dimensions of one size, have the size `limit`, or one more or
+    less.
+    """
     sketch = replace(sketch, shown_kinds=frozenset(), dims={})
     for size in (n for n in around(limit) if n <= LARGEST):
         for old in all_sizes(sketch):
@@ -202,13 +204,13 @@ def forget(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def resize(sketch: Sketch, draw: Draw) -> Sketch:
-    """Replace one size by another everywhere, in constant shapes too. The structure stays the same."""
+    """Replace one size by another one everywhere, in constant shapes, too. The structure stays the same."""
     numbers = all_sizes(sketch)
     return resize_to(sketch, draw.choice(numbers), draw.integer(1, 5), draw) if numbers else sketch
 
 
 def all_sizes(sketch: Sketch) -> list[int]:
-    """The sizes above 1 of inputs and of float constants."""
+    """The sizes above 1 of the dimensions of inputs and float constants."""
     of_inputs = (d for t in sketch.inputs for d in t.shape or () if isinstance(d, int))
     of_consts = (d for c in sketch.consts if c.dtype in FLOATS for d in c.array.shape)
     return sorted({d for d in (*of_inputs, *of_consts) if d > 1})
@@ -223,7 +225,9 @@ def square(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def resize_to(sketch: Sketch, old: int, new: int, draw: Draw) -> Sketch:
-    """Replace the size `old` by `new` everywhere; in each integer constant with probability 0.8."""
+    """Replace the size `old` by `new` in all inputs and float constants, and in each integer constant with probability
+    0.8.
+    """
 
     def changed(dims: tuple[int | str | None, ...]) -> tuple[int | str | None, ...]:
         return tuple(new if d == old else d for d in dims)
@@ -236,7 +240,7 @@ def resize_to(sketch: Sketch, old: int, new: int, draw: Draw) -> Sketch:
     for const in sketch.consts:
         if const.dtype in _DATA and old in const.array.shape:
             shape = tuple(new if d == old else d for d in const.array.shape)
-            fits = prod(shape) <= _MOST_ELEMENTS  # otherwise the constant stays as it is
+            fits = prod(shape) <= _MOST_ELEMENTS  # otherwise the constant keeps its size
             consts.append(replace(const, array=np.resize(const.array, shape)) if fits else const)
         elif (
             const.dtype == DType.INT64
@@ -324,7 +328,7 @@ def _change_attribute(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _near(value: Attr, draw: Draw) -> Attr | None:
-    """Another value of the same kind."""
+    """A different value of the same type as an attribute's value."""
     if isinstance(value, int):
         return value + draw.choice([-1, 1, -2, 2])
     if isinstance(value, float):
@@ -339,7 +343,7 @@ def _near(value: Attr, draw: Draw) -> Attr | None:
 
 
 def _change_number(sketch: Sketch, draw: Draw) -> Sketch:
-    """Change one number of a constant, or permute its integers."""
+    """Change one number of a constant, or permute an integer constant."""
     if not sketch.consts:
         return sketch
     at = draw.integer(0, len(sketch.consts) - 1)
@@ -363,7 +367,9 @@ def _change_number(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _move_factor(sketch: Sketch, draw: Draw) -> Sketch:
-    """Move a factor from one number of a constant vector to another. As a shape it has the same number of elements."""
+    """Divide one number of a constant vector by a factor and multiply another one by it. As a shape it then has the
+    same number of elements.
+    """
     lists = [i for i, c in enumerate(sketch.consts) if c.dtype == DType.INT64 and c.array.ndim == 1]
     lists = [i for i in lists if sketch.consts[i].array.size > 1]
     if not lists:
@@ -418,7 +424,7 @@ def _swap_inputs(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _rewire(sketch: Sketch, draw: Draw) -> Sketch:
-    """Let an input of a node read another value."""
+    """Let an input of a node read another value of the sketch."""
     at = draw.integer(0, len(sketch.nodes) - 1)
     node = sketch.nodes[at]
     if not node.inputs:
@@ -432,7 +438,7 @@ def _rewire(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _give_out(sketch: Sketch, draw: Draw) -> Sketch:
-    """Make an inner value an output of the graph too."""
+    """Make an inner value an output of the graph, too."""
     at = draw.integer(0, len(sketch.nodes) - 1)
     ref = ValueRef("node", at, draw.integer(0, sketch.nodes[at].outputs - 1))
     return sketch if ref in sketch.outputs else replace(sketch, outputs=(*sketch.outputs, ref))
@@ -448,7 +454,7 @@ def _read_again(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _insert(sketch: Sketch, draw: Draw) -> Sketch:
-    """Insert an operator between a value and one of its readers."""
+    """Insert an operator between a value and one of the nodes that read it."""
     at = draw.integer(0, len(sketch.nodes) - 1)
     node = sketch.nodes[at]
     positions = [i for i, p in enumerate(node.inputs) if p is not None]
@@ -473,7 +479,7 @@ def _insert(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _make_constant(sketch: Sketch, draw: Draw) -> Sketch:
-    """Replace a float input by a constant. The input stays, but nothing reads it."""
+    """Replace a float input by a constant. The input stays in the sketch, but nothing reads it."""
     static = [
         i
         for i, t in enumerate(sketch.inputs)
@@ -502,7 +508,7 @@ def _make_input(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _hide(sketch: Sketch, draw: Draw) -> Sketch:
-    """Make float constants opaque, each with probability 0.7, so that rules cannot read them."""
+    """Make float constants opaque, each with probability 0.7, so that rules cannot read their numbers."""
     consts = tuple(replace(c, opaque=c.dtype in FLOATS and draw.chance(0.7)) for c in sketch.consts)
     return replace(sketch, consts=consts)
 

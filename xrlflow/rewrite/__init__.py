@@ -1,4 +1,4 @@
-"""Rewriting: the rule language, patterns and the plans that match them, incremental matching, rewrite states."""
+"""Rewriting: the language of rules, patterns, the plans that match them, incremental matching, and rewrite states."""
 
 from xrlflow.rewrite.build import GraphBuilder
 from xrlflow.rewrite.library import Library, RuleStats

@@ -51,7 +51,7 @@ class Draft:
         captured: int = 0,
         on_runtime: bool | None = None,
     ) -> None:
-        """`on_runtime`: as of a node; None: as of the nodes that the edit replaces."""
+        """`on_runtime` is as in `Node`; None: as the nodes have it that the edit replaces."""
         self.op = op
         self.inputs = inputs
         self.attrs = attrs
@@ -63,7 +63,7 @@ class Draft:
 
 
 class GraphBuilder(Op):
-    """The `op` that a rule's `target` is called with. Its new values have negative ids until `edit` names them."""
+    """The object `op` that a rule's `target` gets. Its new values have negative ids until `edit` names them."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -108,8 +108,9 @@ class GraphBuilder(Op):
         """Add a node of operator `name` and return its output, or a tuple of its outputs.
 
         `inputs` are Vals, None, numbers (of the first Val's element type) or lists. `type`: the output's type if ONNX
-        does not define the operator. `declared`: the types of all outputs; without bodies, inferred types refine them.
-        With bodies, the last inputs are the values that they capture. Raises RuleError if the inputs do not fit.
+        does not define the operator. `declared`: the types of all outputs; inferred types refine them unless the node
+        has bodies. With bodies, the last inputs are the values that they capture. Raises RuleError if the inputs do not
+        fit.
         """
         if sizes is not None:
             inputs = (*inputs, list(sizes))
@@ -153,7 +154,9 @@ class GraphBuilder(Op):
         return returned[0] if outputs == 1 else returned
 
     def again(self, node: Node, on_runtime: bool, changed: Mapping[Value, Val]) -> tuple[Val, ...]:
-        """A node of the graph once more, with another `on_runtime`, reading `changed` values. Returns its outputs."""
+        """A copy of a node of the graph, with another `on_runtime`, that reads `changed` values. Returns its
+        outputs.
+        """
         inputs = tuple([changed[v].value if v in changed else v for v in node.inputs])
         temporary = tuple([Value(self.next - k) for k in range(len(node.outputs))])
         self.next -= len(node.outputs)
@@ -199,7 +202,7 @@ class GraphBuilder(Op):
         Raises RuleError if the type of a result contradicts the type of the value it replaces.
         """
         graph = self.graph
-        adopted: dict[Value, Value] = {}  # temporary -> the value whose name it takes
+        adopted: dict[Value, Value] = {}  # temporary value -> the value whose name it gets
         for old, new in zip(replaced, results):
             if new.value < 0 and new.value not in adopted:
                 adopted[new.value] = old
@@ -260,7 +263,7 @@ class GraphBuilder(Op):
         return value
 
     def _live(self, results: Sequence[Val]) -> list[Draft]:
-        """The drafts that the results need, in order."""
+        """The drafts that the results need, in the order in which they were added."""
         required = {r.value for r in results}
         live: list[Draft] = []
         for draft in reversed(self.drafts):
@@ -271,9 +274,11 @@ class GraphBuilder(Op):
 
 
 def _aliases(rule: str, replaced: Sequence[Value], targets: Sequence[Value]) -> dict[Value, Value]:
-    """For each replaced value, the value that its readers read instead. Raises RuleError for a circle."""
+    """For each replaced value, the value that its readers read instead. Raises RuleError if values replace each other
+    in a circle.
+    """
     aliases = {old: target for old, target in zip(replaced, targets) if target != old}
-    for old in aliases:  # the value that replaces `old` may itself be replaced
+    for old in aliases:  # the value that replaces `old` may be replaced itself
         visited = {old}
         while aliases[old] in aliases:
             aliases[old] = aliases[aliases[old]]
@@ -284,8 +289,11 @@ def _aliases(rule: str, replaced: Sequence[Value], targets: Sequence[Value]) -> 
 
 
 def _adopt(rule: str, graph: Graph, old: Value, new: TensorType) -> TensorType:
-    """The type that a replaced value and what replaces it allow. Raises Contradiction, and Refused if the file alone
-    says what type the old one has: bodies are believed until then."""
+    """The merged type of a replaced value and of the value that replaces it.
+
+    Raises Contradiction if the types contradict each other. If a node with bodies computed the replaced value, its type
+    is only what the file declares; then it raises Refused.
+    """
     try:
         return merge_types(graph.type(old), new)
     except TypeConflict as error:
@@ -322,6 +330,6 @@ def _with_declared(
         return tuple(declared)
     try:
         inferred = infer(op, attrs, types, data, len(declared))
-    except InferenceError:  # the file that declares them may know more
+    except InferenceError:  # the file that declares the types may know more than inference
         return tuple(t.as_const(False) for t in declared)
     return tuple(more_precise(old, new) for old, new in zip(declared, inferred))

@@ -1,4 +1,4 @@
-"""A rule library prepared for matching: plans by operator, and statistics of their use."""
+"""A library of rules prepared for matching: plans by operator, and statistics of their use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from xrlflow.rewrite.rule import AnyRule, Refused, RegionRule, Rule, RuleError, 
 
 @dataclass(slots=True)
 class RuleStats:
-    """Counts for one rule: matches of its pattern, admitted and applied ones, refusals by reason, seconds spent."""
+    """Counts for one rule: matches of its pattern, admitted and applied matches, refusals by reason, and seconds
+    spent.
+    """
 
     matched: int = 0
     admitted: int = 0
@@ -26,8 +28,9 @@ class RuleStats:
 
 @dataclass(eq=False)
 class Plan:
-    """The plan of a pattern from one of its nodes. It is compiled on first use, since most plans are never run, and
-    once for all libraries."""
+    """The plan that finds a pattern starting from one of its nodes. It is compiled when it first runs, since most plans
+    never do, and only once for all libraries.
+    """
 
     pattern: Pattern
     start: int
@@ -40,12 +43,13 @@ class Plan:
         return compiled[self.start]
 
 
-@dataclass(slots=True, eq=False)  # not frozen: freezing would take most of the time to make one
+@dataclass(slots=True, eq=False)  # not frozen: freezing would take most of the time of making an object
 class MatchSignature:
-    """What matching sees of a node and its inputs alone. Many nodes of a graph share a signature.
+    """Everything that the choice of plans reads of a node and its inputs. Many nodes of a graph share a signature.
 
-    `types` are the types of the inputs, `above` the operators that make the inputs (None: no operator does). `key`
-    holds both, the operator, the attributes, the output types, which inputs are the same value, and `Node.on_runtime`.
+    `types` are the types of the inputs, `above` the operators that compute the inputs (None: no operator does). `key`
+    consists of both, the operator, the attributes, the output types, which inputs are the same value, and
+    `Node.on_runtime`.
     """
 
     types: tuple[TensorType | None, ...]
@@ -66,7 +70,8 @@ class MatchSignature:
 
 
 class Plans:
-    """Plans by the operator of the node that they start from. `of` selects those that may find a match from a node.
+    """Plans by the operator of the node from which they start. `of` selects the plans that may find a match from a
+    node.
 
     The selection is remembered for each signature, because many nodes of a graph are alike.
     """
@@ -83,7 +88,7 @@ class Plans:
         return iter(self.by_op)
 
     def of(self, node: Node, around: MatchSignature) -> list[Plan]:
-        """The plans that may find a match from a node. The caller may remove from the list plans that cannot."""
+        """The plans that may find a match from a node. The caller may remove plans that cannot from this list."""
         plans = self._fitting.get(around.key)
         if plans is None:
             plans = [
@@ -96,15 +101,19 @@ class Plans:
 
 
 class Regions:
-    """Region rules by the operator of their anchor. `of` selects those that may find a region from a node."""
+    """Region rules by the operator of their anchor. `of` selects the rules that may find a region from a node.
+
+    The *anchor* is the node at which a rule's search for a region begins.
+    """
 
     def __init__(self) -> None:
         self.by_op: dict[str, list[RegionRule]] = {}
-        # Rules that demand an operator above their anchor, by (anchor's operator, operator above).
+        # Rules that demand an operator that computes an input of their anchor, by (anchor's operator, demanded
+        # operator).
         self.below: dict[tuple[str, str], list[RegionRule]] = {}
-        # The operators that each rule demands above its anchor, by the rule's name.
+        # By the rule's name, the operators of which one must compute an input of its anchor.
         self.wanted: dict[str, frozenset[str]] = {}
-        # Rules that have partners of their anchor (`RegionRule.partners`), by the anchor's operator.
+        # Rules with partners of their anchor (`RegionRule.partners`), by the anchor's operator.
         self.paired: dict[str, list[RegionRule]] = {}
         self._fitting: dict[Hashable, list[RegionRule]] = {}
 
@@ -123,7 +132,9 @@ class Regions:
         return iter(self.by_op)
 
     def demanded(self, node: Node, around: MatchSignature) -> list[RegionRule]:
-        """The rules for a node's operator whose demand (`reads_from`) the operators above the node meet."""
+        """The rules for a node's operator that demand no operator above it (`reads_from`), or one that computes an
+        input.
+        """
         return [
             rule
             for rule in self.by_op.get(node.op, ())
@@ -131,7 +142,7 @@ class Regions:
         ]
 
     def of(self, node: Node, around: MatchSignature) -> list[RegionRule]:
-        """The rules that may find a region from a node. The caller may remove from the list rules that cannot."""
+        """The rules that may find a region from a node. The caller may remove rules that cannot from this list."""
         rules = self._fitting.get(around.key)
         if rules is None:
             rules = self._fitting[around.key] = self.demanded(node, around)
@@ -142,11 +153,11 @@ class Library:
     """Rules prepared for matching.
 
     It leaves out rules of another backend, rules whose assumption is not in `assuming`, and, without `contrib`, rules
-    that write operators which only the backend has. `stats` counts matches and refusals by reason, and with `timed`
-    the seconds of each rule. Without `thorough` it does not count a refusal that is known from a node of the same
-    signature. If `refusals` is a list, refusals are appended to it. `least_size`: what the smallest size of an open
-    dimension is, 0 or 1; matches are refused whose operators would not run there (`xrlflow.ops.empty`) although the
-    graph does. None: this is not checked, as in proofs.
+    that write operators which only the backend has. `stats` counts matches and refusals by reason, and with `timed` the
+    seconds of each rule. Without `thorough` it does not count a refusal that an earlier node of the same signature had,
+    too. If `refusals` is a list, refusals are appended to it. `least_size` is the smallest size, 0 or 1, that a
+    dimension without a number may have. A match is refused if its operators would fail at a size (`xrlflow.ops.empty`)
+    at which the graph runs. None: this is not checked, as in proofs.
     """
 
     refusals: list[Refused] | None = None
@@ -163,7 +174,9 @@ class Library:
         runs: Callable[[str], bool] | None = None,
         least_size: int | None = None,
     ) -> None:
-        """`runs` says whether the backend has an operator; matches whose edit adds an operator it lacks are refused."""
+        """`runs` says whether the backend has an operator; a match whose edit adds an operator that it lacks is
+        refused.
+        """
         offered = [
             r
             for r in rules
@@ -177,14 +190,14 @@ class Library:
         self.rules: dict[str, AnyRule] = {r.name: r for r in offered}
         self.timed, self._thorough = timed, thorough
         self.stats: dict[str, RuleStats] = {r.name: RuleStats() for r in offered}
-        # `root_plans` start at the first root and find every match of a whole graph. `plans` start at every node of a
-        # pattern and find the matches that are new after an edit.
+        # `root_plans` start at a pattern's first root (output node) and find every match of a whole graph. `plans`
+        # start at every node of a pattern and find the matches that are new after an edit.
         self.root_plans, self.plans = Plans(), Plans()
         self.regions = Regions()
         for rule in offered:
             if isinstance(rule, Rule):
                 for pattern in patterns_of(rule):
-                    self._add(replace(pattern, verdicts={}))  # a proof drops conditions: verdicts are its own
+                    self._add(replace(pattern, verdicts={}))  # a proof, which drops conditions, has its own
             else:
                 if not rule.anchors:
                     raise RuleError(f"{rule.name} has no anchors")
@@ -201,7 +214,7 @@ class Library:
 
     @property
     def thorough(self) -> bool:
-        """Whether every refusal is counted, even if it is known from a node of the same signature."""
+        """Whether every refusal is counted, even if an earlier node of the same signature had it, too."""
         return self._thorough or self.refusals is not None
 
     def refuse(self, rule: AnyRule, reason: Refused) -> None:

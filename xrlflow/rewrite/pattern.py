@@ -29,20 +29,20 @@ class Out:
 
 @dataclass(frozen=True)
 class Number:
-    """A small constant all of whose elements are this number."""
+    """A small constant whose elements all equal this number."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Capture:
-    """The value of an attribute, captured under a name."""
+    """The value of an attribute, which a match records under a name."""
 
     name: str
 
 
 PInput = Var | Out | Number | None
-# The most patterns of one source and arity (beyond it a `RegionRule` is faster), and the most combinations of choices.
+# The most patterns of one source and arity (with more a `RegionRule` is faster), and the most combinations of choices.
 _MOST_FORMS, _MOST_CHOICES = 64, 4096
 
 
@@ -50,8 +50,8 @@ _MOST_FORMS, _MOST_CHOICES = 64, 4096
 class PNode:
     """A node of a pattern. `attrs` must match; all other attributes must be default unless `rest` captures them.
 
-    `ops` are the operators that the node may have; all are matched in the same way. `op_name` is the name under which
-    `any_of` captures the operator.
+    `ops` are the operators that the node may have; the matcher treats them alike. `op_name` is the name under which
+    `any_of` records the operator that was found.
     """
 
     index: int
@@ -64,7 +64,7 @@ class PNode:
 
     @property
     def op(self) -> str:
-        """The operator, or the first of those that are matched in the same way."""
+        """The operator, or the first of several that are matched in the same way."""
         return self.ops[0]
 
     @property
@@ -89,14 +89,14 @@ class Pattern:
     captures: list[str] = field(default_factory=list)
     # By the name of an `either`: the index of the alternative that this pattern has.
     alternatives: Mapping[str, int] = field(default_factory=dict)
-    # Its number among the patterns of its arity, if there are several.
+    # The number of this pattern among the patterns of its arity, if there are several.
     form: int | None = None
-    # What follows from the types of the variables and the captured attributes alone: a refusal, or None if `shapes`
-    # admits the types.
+    # By types of the variables and captured attributes: the refusal that follows from these alone, or None if they
+    # alone do not refuse.
     verdicts: dict[tuple[tuple[TensorType | None, ...], tuple[Any, ...]], Refused | None] = field(
         default_factory=dict
     )
-    # By the number of the node that it starts at: the compiled plan (`plan.PlanFunction`).
+    # The compiled plans (`plan.PlanFunction`), by the number of the node from which they start.
     plans: dict[int, Callable[..., None]] = field(default_factory=dict)
 
     @property
@@ -106,20 +106,21 @@ class Pattern:
 
     @cached_property
     def unconditional(self) -> bool:
-        """Whether every match is admitted whose variables have declared types."""
+        """Whether every match is admitted whose variables have types that the rule declares."""
         return not self.rule.has_where and self.rule.dtypes is None
 
     @cached_property
     def asked_at_start(self) -> bool:
-        """Whether `plan.may_start` already checks that the variables of a match have declared types."""
+        """Whether `plan.may_start` already checks that the variables of a match have types that the rule declares."""
         (first, *more) = self.nodes
         return not more and not (first.op in COMMUTATIVE and len(first.inputs) == 2)
 
 
 class _Tracer(Op):
-    """Traces one source and makes one choice at each `either` and `any_of`: `choices` in order, then always the first.
+    """Traces one source. At each `either` and `any_of` it makes one choice: those in `choices` first, then always
+    option 0.
 
-    `counts` holds the number of options at each. `named` holds each named choice: name, index, node.
+    `counts` holds the number of options of each choice. `named` holds each choice that has a name: name, index, node.
     """
 
     def __init__(self, choices: Sequence[int] = ()) -> None:
@@ -185,7 +186,7 @@ class _Tracer(Op):
 
 def patterns_of(rule: Rule) -> tuple[Pattern, ...]:
     """The patterns of a rule. All libraries share them, with their compiled plans, until `forget_patterns`."""
-    hashable = getattr(type(rule), "__hash__", None) is not None  # a dataclass need not be
+    hashable = getattr(type(rule), "__hash__", None) is not None  # a dataclass need not be hashable
     return _traced(rule) if hashable else tuple(trace_patterns(rule))
 
 
@@ -195,17 +196,21 @@ def _traced(rule: Rule) -> tuple[Pattern, ...]:
 
 
 def forget_patterns() -> None:
-    """Trace the patterns of all rules again when they are next asked for, because code of a rule has changed."""
+    """Forget the traced patterns of all rules, so that they are traced again. Needed when the code of a rule has
+    changed.
+    """
     _traced.cache_clear()
 
 
 def trace_patterns(rule: Rule) -> list[Pattern]:
-    """The patterns of a rule, for each arity and form. Raises RuleError if the rule is badly declared."""
+    """The patterns of a rule, for each arity and form (combination of choices). Raises RuleError if the rule is badly
+    declared.
+    """
     starred = any(star for _, star in rule.variables)
     low, high = rule.arity
     if starred != (high > 0):
         raise RuleError(f"{rule.name}: a starred variable and `arity` go together")
-    assert rule.where_takes or not rule.has_where  # both raise RuleError
+    assert rule.where_takes or not rule.has_where  # both properties raise RuleError
     assert rule.target_takes
     return [p for n in (range(low, high + 1) if starred else [None]) for p in _variants(rule, n)]
 
@@ -259,7 +264,7 @@ def _next(choices: list[int], counts: Sequence[int]) -> list[int] | None:
 
 
 def _identity(pattern: Pattern) -> object:
-    """A key: patterns with equal keys match the same."""
+    """A key of a pattern: patterns with equal keys match the same graphs."""
     nodes = [
         (
             n.ops,
@@ -312,7 +317,7 @@ def _trace(rule: Rule, arity: int | None, op: _Tracer) -> Pattern:
 
 
 def _read(nodes: Sequence[PNode], outputs: Sequence[Out]) -> list[PNode]:
-    """The nodes that the outputs depend on, numbered anew. Nodes of alternatives not chosen are left out."""
+    """The nodes on which the outputs depend, numbered anew. Nodes of alternatives that were not chosen are left out."""
     required, pending = set[int](), [out.node for out in outputs]
     while pending:
         node = pending.pop()
@@ -326,9 +331,10 @@ def _read(nodes: Sequence[PNode], outputs: Sequence[Out]) -> list[PNode]:
 
 
 def _check_roots(pattern: Pattern) -> None:
-    """Raises RuleError if a variable is unused, or if it is not constant and some root does not depend on it.
+    """Raises RuleError if a variable is unused, or if it is not constant and a root (output node) does not depend on
+    it.
 
-    Otherwise an edit with several roots could close a cycle.
+    Without this check an edit with several roots could close a cycle.
     """
     reads = {id(out.node): _ancestors(out.node) for out in pattern.outputs}
     every = set.union(*reads.values())

@@ -1,7 +1,7 @@
 """Plans: Python functions that find the matches of a pattern. Each node of a pattern is compiled to a plan.
 
 A plan starts at that node and walks along inputs to producers and along uses to consumers. Its code has one loop for
-each branching point (order of commutative inputs, readers of a value). Plans run for every dirty node of every step
+each branching point (order of commutative inputs, readers of a value). Plans run for every changed node of every step
 of every search; generated code is about ten times faster than an interpreter.
 """
 
@@ -19,7 +19,8 @@ from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite.pattern import Capture, Number, Out, Pattern, PInput, PNode, Var, default_of
 from xrlflow.rewrite.rule import DTYPE_FLAGS, VarSpec
 
-# run(start, producers, uses, outputs, graph, report): calls report(nodes, values, attributes) for each match.
+# A plan is run(start, producers, uses, outputs, graph, report). It calls report(nodes, values, attributes) for each
+# match.
 PlanFunction = Callable[[Node, Any, Any, frozenset[Value], Graph, Callable[..., None]], None]
 
 
@@ -28,9 +29,9 @@ def may_start(
 ) -> bool:
     """Whether the plan from pattern node `start` may find a match from `node`.
 
-    `types` are the types of the node's inputs, `above` the operators that make them (None: no operator does). The
-    node's operator is assumed to fit. The result depends only on `types`, `above`, the node's operator and attributes,
-    and on which inputs are absent or equal. `MatchSignature.key` holds all of these.
+    `types` are the types of the node's inputs, `above` the operators that compute them (None: no operator does). The
+    caller has checked that the node's operator fits. The result depends only on `types`, `above`, the node's operator
+    and attributes, and on which inputs are absent or equal. `MatchSignature.key` holds all of these.
     """
     pattern_node = pattern.nodes[start]
     if not _attributes_fit(pattern_node, node):
@@ -112,7 +113,7 @@ def mismatch(declared: Mapping[str, VarSpec], types: Mapping[str, TensorType | N
     return ""
 
 
-# The greatest relative difference between a float32 constant and the number it stands for: exporters round to float32.
+# The greatest relative difference between a float32 constant and a rule's number: exporters round numbers to float32.
 _ROUNDING = 1e-6
 
 
@@ -126,9 +127,9 @@ def _is(constant: float, number: float, dtype: DType) -> bool:
 
 
 def is_number(graph: Graph, value: Value, number: float, partner: Value) -> bool:
-    """Whether a value is a small constant all of whose elements are `number`, rounded to its type.
+    """Whether a value is a small constant whose elements all equal `number`, rounded to its type.
 
-    It may have dimensions, as long as broadcasting with it does not change the shape of the value `partner`.
+    The constant may have dimensions, as long as broadcasting with it does not change the shape of the value `partner`.
     """
     const = graph.leaves.consts.get(value)
     if const is None or const.type.dtype == DType.BOOL:
@@ -159,7 +160,7 @@ def compile_plan(pattern: Pattern, start: int) -> PlanFunction:
 
 
 def plan_source(pattern: Pattern, start: int) -> tuple[str, Mapping[str, object]]:
-    """The Python code of a plan, and the constants that the code names."""
+    """The Python code of a plan, and the constants to which the code refers by name."""
     writer = _Writer(pattern)
     writer.bind(pattern.nodes[start])
     writer.finish()
@@ -195,7 +196,7 @@ class _Writer:
         return name
 
     def bind(self, start: PNode) -> None:
-        """Write the checks of all nodes of the pattern, from `start` on."""
+        """Write the checks of all nodes of the pattern, beginning at node `start`."""
         self.emit(f"n{start.index} = START")
         self.node(start)
         while unbound := [n for n in self.pattern.nodes if n not in self.bound]:
@@ -207,13 +208,15 @@ class _Writer:
             self.node(node, ordered=True)
 
     def another(self, n: str, p: PNode) -> str:
-        """The condition that node `n` has none of the operators of pattern node `p`."""
+        """Code of the condition that node `n` has none of the operators of pattern node `p`."""
         return (
             f"{n}.op != {p.op!r}" if len(p.ops) == 1 else f"{n}.op not in {self.constant(frozenset(p.ops))}"
         )
 
     def in_order(self, p: PNode, id: str) -> None:
-        """If the rule is symmetric, admit only the permutation of its results in which their ids ascend."""
+        """If the rule is symmetric, write a check that admits only one permutation of its results: the one with
+        ascending ids.
+        """
         results = [out.node for out in self.pattern.outputs] if self.pattern.rule.symmetric else []
         if p not in results:
             return
@@ -223,7 +226,7 @@ class _Writer:
                 self.unless(f"{id} {sign} n{result.index}.outputs[0]")
 
     def anchor(self, node: PNode) -> tuple[PNode, str] | None:
-        """`node` and the code of a bound value that it reads; None if it reads none."""
+        """The pair of `node` and the code of a bound value that it reads; None if it reads no bound value."""
         shared: str | None = None
         for i in node.inputs:
             if isinstance(i, Out) and i.node in self.bound:
@@ -233,7 +236,7 @@ class _Writer:
         return None if shared is None else (node, shared)
 
     def node(self, p: PNode, ordered: bool = False) -> None:
-        """Write the checks of a node whose operator fits, then of its inputs, then of their producers.
+        """Write the checks of a node whose operator fits, then those of its inputs, then those of their producers.
 
         `ordered`: `in_order` was already called for the node.
         """
@@ -349,7 +352,7 @@ class _Writer:
 
 
 def _comparable(expected: Attr, default: Attr | None) -> Attr:
-    """The expected value as ONNX stores it: a float attribute is rounded to float32."""
+    """The expected value of an attribute as ONNX stores it: floats are rounded to float32."""
     if isinstance(expected, (int, float)) and isinstance(default if default is not None else expected, float):
         return float(np.float32(expected))
     return expected

@@ -1,4 +1,6 @@
-"""Propagates an edit: if an input of a node became constant or its type more precise, so may the node's outputs."""
+"""Propagates an edit. If an input of a node became constant, so may its outputs; if its type became more precise, so
+may theirs.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,10 @@ from xrlflow.ops.tensors import numpy_dtype
 
 Array = npt.NDArray[Any]
 
-# Limits for the evaluation of one small constant: seconds, and bytes besides its inputs.
+# Limits for the evaluation of one small constant: seconds, and bytes in addition to its inputs.
 _SECONDS, _ROOM = 0.1, 1 << 24
 
-# How many nodes propagation changes at most for one edit. Beyond them types stay as they were, which is never wrong.
+# How many nodes propagation changes at most for one edit. Further nodes keep their types, which is never wrong.
 _MOST = 256
 
 
@@ -67,7 +69,7 @@ def evaluate_small(
         return None
     try:
         outputs = evaluate_node(op, attrs, inputs, len(types))
-    except (NotEvaluable, *MISFIT):  # the latter: it fails when it runs, if it does
+    except (NotEvaluable, *MISFIT):  # MISFIT: the node fails when it runs, if it does
         return None
     with np.errstate(over="ignore"):  # a number too large for the type becomes infinite, as in the runtime
         return [np.asarray(o).astype(numpy_dtype(t.dtype)) for o, t in zip(outputs, types)]
@@ -117,7 +119,7 @@ def propagated(graph: Graph, edit: Edit) -> Edit:
                 continue
             try:
                 types = _inferred(after, node)
-            except InferenceError:  # it fails when it runs, if it does (in a branch): no rule may see it
+            except InferenceError:  # the node fails if it runs (it may be in a branch): no rule may see this
                 if (op := opaque(node.op)) != node.op:
                     refined.append(replace(node, op=op))
                 continue
@@ -130,7 +132,7 @@ def propagated(graph: Graph, edit: Edit) -> Edit:
                         node.op, node.inputs, node.outputs, types, node.attrs, node.captured, node.on_runtime
                     )
                 )
-        if folded:  # before types: a refined node may read a folded value
+        if folded:  # before types, because a node with new types may read a folded value
             more = plan_edit(after, edit.rule, (), folded)
             looked = {v for v in looked if v not in folded} | {n.outputs[0] for _, n in more.rewired}
         elif refined:
@@ -151,7 +153,7 @@ def propagated(graph: Graph, edit: Edit) -> Edit:
 
 
 def _readers_of_news(graph: Graph, edit: Edit) -> set[Value]:
-    """First outputs of nodes that after the edit read a value of another type than before."""
+    """The first outputs of nodes that read a value whose type the edit changes."""
     types = {v: t for n in edit.added for v, t in zip(n.outputs, n.types)}
     looked: set[Value] = set()
     for value, type in types.items():
@@ -178,7 +180,7 @@ def _inferred(graph: Graph, node: Node) -> tuple[TensorType, ...] | None:
 
 
 def more_precise(declared: TensorType, inferred: TensorType) -> TensorType:
-    """Two types of one value merged; the inferred type if they contradict each other."""
+    """The merged type of two types of one value; the inferred type if the two contradict each other."""
     try:
         return merge_types(declared, inferred)
     except TypeConflict:
@@ -205,7 +207,7 @@ def _evaluated(graph: Graph, node: Node, types: tuple[TensorType, ...]) -> tuple
 
 
 def _both(first: Edit, second: Edit) -> Edit:
-    """One edit that does what `first` and then `second` do. `second` applies to the graph that `first` gives."""
+    """One edit with the effect of `first` followed by `second`. `second` applies to the graph that `first` gives."""
     removed = {id(n): n for n in _leaving(first)}
     come = {id(n): n for n in _coming(first)}
     for node in _leaving(second):

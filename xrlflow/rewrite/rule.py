@@ -21,7 +21,7 @@ Proof = Literal["field", "numeric"]
 T = TypeVar("T")
 
 
-# A line of code that refuses: file, line.
+# A line of code that refuses: file, line number.
 Site = tuple[str, int]
 
 
@@ -34,7 +34,7 @@ class Refused(Exception):
     site: Site | None = None
 
     def bare(self) -> Refused:
-        """This refusal without its traceback, which would keep the objects on the stack alive while it is stored."""
+        """This refusal without its traceback. If stored, a traceback would keep all objects on the stack alive."""
         self.__cause__ = self.__context__ = self.__traceback__ = None
         return self
 
@@ -57,7 +57,9 @@ def require(condition: object, reason: str) -> None:
 
 
 def profitable(condition: object, reason: str) -> None:
-    """Refuse the match unless the condition holds. The rule would be right here, but not make the graph faster."""
+    """Refuse the match unless the condition holds. Otherwise the rule would be right, but could not make the graph
+    faster.
+    """
     if not condition:
         raise Refused(reason)
 
@@ -65,7 +67,7 @@ def profitable(condition: object, reason: str) -> None:
 def accurate(condition: object, reason: str) -> None:
     """Refuse the match unless the condition holds. Otherwise the rule would lose more than two bits of float32.
 
-    This is for errors of sums in a runtime's kernels, which the small graphs of a proof do not show.
+    This is for rounding errors of sums in a runtime's kernels, which the small graphs of a proof do not show.
     """
     if not condition:
         raise Refused(reason)
@@ -90,18 +92,18 @@ class Val:
 
     @property
     def shape(self) -> tuple[Dim, ...]:
-        """The dimensions; refuses the match if not even the rank is known."""
+        """The dimensions; refuses the match if not even the number of dimensions is known."""
         if self.type.shape is None:
             raise Refused("a rank is not known")
         return self.type.shape
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The dimensions as numbers; refuses the match if one is not known."""
+        """The dimensions as numbers; refuses the match if one of them is not a number."""
         return tuple(self.size(i) for i in range(self.rank))
 
     def size(self, axis: int) -> int:
-        """One dimension as a number; refuses the match if it is not known."""
+        """The size of one dimension as a number; refuses the match if it is not a number."""
         dim = self.shape[axis]
         if not isinstance(dim, int):
             raise Refused("a dimension is not a known number")
@@ -121,18 +123,18 @@ class Val:
 
     @property
     def known(self) -> bool:
-        """Whether the numbers can be read: a constant of at most 1,024 elements."""
+        """Whether the numbers can be read: the value is a constant of at most 1,024 elements."""
         return self.array_or_none is not None
 
     @property
     def array_or_none(self) -> npt.NDArray[Any] | None:
-        """The numbers of a small constant; None if there are none to read."""
+        """The numbers of a small constant; None if the value is none."""
         const = self.graph.const(self.value)
         return None if const is None else const.array
 
     @property
     def array(self) -> npt.NDArray[Any]:
-        """The numbers of a small constant; refuses the match if there are none to read."""
+        """The numbers of a small constant; refuses the match if the value is none."""
         elements = self.array_or_none
         if elements is None:
             raise Refused("a value is not a small constant")
@@ -140,7 +142,9 @@ class Val:
 
     @property
     def uniform(self) -> float | None:
-        """The number that all elements of a small constant are equal to; None if there is none."""
+        """The number that all elements of a small constant equal; None if they differ or the value is no small
+        constant.
+        """
         return self.graph.leaves.uniform(self.value)
 
     @property
@@ -161,7 +165,7 @@ class Val:
 
 
 class WatchedVal(Val):
-    """A value that sets `watch[0]` when anything other than its type is read."""
+    """A value that sets `watch[0]` when a rule reads anything other than its type."""
 
     __slots__ = ("_graph", "_value", "watch")
 
@@ -196,21 +200,25 @@ class Op:
         return self.__getattr__(name)
 
     def either(self, *alternatives: Any, name: str | None = None) -> Any:
-        """In a source: one of these values, `op.either(op.Neg(x), op.Mul(x, -1.0))`.
+        """In a source: matches any one of these values, `op.either(op.Neg(x), op.Mul(x, -1.0))`.
 
-        With `name="f"`, `m.f` is the index of the alternative that matched, from 0. All alternatives must read the
-        same variables.
+        With `name="f"`, `m.f` is the index of the alternative that matched, from 0. All alternatives must read the same
+        variables.
         """
         raise NotImplementedError
 
     def any_of(self, ops: Iterable[str], name: str | None = None) -> Callable[..., Any]:
-        """In a source: one of these operators, `op.any_of(("Add", "Sub"), "f")(x, y)`; `m.f` is the matched one."""
+        """In a source: matches any one of these operators, `op.any_of(("Add", "Sub"), "f")(x, y)`; `m.f` is the one
+        that matched.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class VarSpec:
-    """One variable of a rule's `shapes`: name[dims]:flags. `dims` None: any shape; `open`: leading dims are free."""
+    """One variable of a rule's `shapes`: name[dims]:flags. `dims` None: any shape; `open`: any dimensions may precede
+    `dims`.
+    """
 
     name: str
     dims: tuple[int | str, ...] | None = None
@@ -229,7 +237,7 @@ DTYPE_FLAGS = {
 
 @lru_cache(maxsize=1024)
 def parse_shapes(text: str, arity: int | None) -> Sequence[Mapping[str, VarSpec]]:
-    """The alternatives of a `shapes` declaration; a starred variable becomes `arity` variables.
+    """The alternatives of a `shapes` declaration. A starred variable becomes `arity` variables.
 
     Raises RuleError if the declaration is malformed.
     """
@@ -265,56 +273,59 @@ def parse_shapes(text: str, arity: int | None) -> Sequence[Mapping[str, VarSpec]
 
 
 class _Declared:
-    """What pattern rules and region rules share."""
+    """The attributes that pattern rules and region rules have in common."""
 
-    # How the rule is proven. If "numeric", `relies_on` says on which property of which functions it relies.
+    # How the rule is proven. If "numeric", `relies_on` says on which property of which functions the rule relies.
     proof: ClassVar[Proof] = "field"
     relies_on: ClassVar[str] = ""
     # Element types of the replaced outputs for which the target's operators have kernels; None: any.
     dtypes: ClassVar[frozenset[DType] | None] = None
     # The only backend for which the rule is offered ("onnxruntime"); None: all backends.
     backend: ClassVar[str | None] = None
-    # It writes operators that only this backend has: off unless the user allows it.
+    # Whether the rule writes operators that only this backend has. Such a rule is off unless the user allows it.
     contrib: ClassVar[bool] = False
-    # Its gain comes from fusion in the runtime, which the cost of single operators does not show: it is measured first.
+    # Whether the gain comes from fusion in the runtime, which the cost of single operators does not show. Such rules are
+    # measured before others.
     unpriced: ClassVar[bool] = False
-    # A canonicalising rule, applied before any graph is priced: it removes useless work, or replaces an operator that
-    # the backend does not have.
+    # Whether the rule is canonicalising: it removes useless work, or replaces an operator that the backend does not
+    # have. It is applied before the cost of any graph is computed.
     canonicalises: ClassVar[bool] = False
     # What the rule assumes of the data or the machine ("finite", "vnni"), or "approximate": it may lose more than two
     # bits of float32 accuracy. Such a rule is off unless the user asks for it.
     assumes: ClassVar[str | None] = None
     # If an input is infinite or NaN, the right side may be NaN in more places, and may have NaN for infinity or
-    # infinity for NaN (never a number for either). Reasons: another order of sums, or new products with zero.
+    # infinity for NaN (never a number for either). This happens if sums have another order, or if there are new
+    # products with zero.
     may_add_nonfinite: ClassVar[bool] = False
     # Where the left side is infinite or NaN although the exact result is a number (overflow of an exponential, softmax
     # of -inf alone), the right side may be that number.
     may_remove_nonfinite: ClassVar[bool] = False
     # Where terms nearly cancel, the right side may lose digits that the left side has: as many as one more rounding of
-    # each input would cost. Reasons: a sum that is grouped otherwise, x * (y - z) as x * y - x * z. Inputs are mostly
-    # rounded results themselves. What loses more assumes "approximate".
+    # each input would cost. This happens if a sum is grouped otherwise, or if x * (y - z) becomes x * y - x * z. It is
+    # acceptable because inputs are mostly rounded results themselves. A rule that loses more must assume "approximate".
     may_round_inputs: ClassVar[bool] = False
-    # Where the left side fails, the right side may have a value: for sizes that do not fit together ("sizes"), for an
-    # index or a size that is an operand and out of range ("indices").
+    # Errors of the left side where the right side may have a value: for sizes that do not fit together ("sizes"), for
+    # an index or a size that is an operand and out of range ("indices").
     may_lose_errors: ClassVar[tuple[Literal["sizes", "indices"], ...]] = ()
-    # It needs sizes from 1: if a dimension is 0, ONNX Runtime refuses an operator of the right side or leaves its
-    # result uninitialised.
+    # Whether the rule needs all dimensions to be at least 1. If one is 0, ONNX Runtime refuses an operator of the right
+    # side, or leaves its result uninitialised.
     nonempty: ClassVar[bool] = False
-    # The rules that a composite rule replaces: it does in one step what their chain does through slower graphs.
+    # For a composite rule, the rules that it replaces: it does in one step what their chain does through slower graphs.
     composite_of: ClassVar[tuple[str, ...]] = ()
-    # Graphs (ONNX text form) to which the rule applies. They are a region rule's only declaration of its left side.
+    # Graphs (ONNX text form) to which the rule applies. For a region rule they are the only declaration of its left
+    # side.
     examples: ClassVar[tuple[str, ...]] = ()
-    # More graphs for the proof. They are refused by conditions that refuse no variation of the examples.
+    # More graphs for the proof: those that the rule refuses by conditions that refuse no variation of the examples.
     near_misses: ClassVar[tuple[str, ...]] = ()
-    # Why mutants of the rule that pass its proof are right all the same, by the mutant's description.
+    # Why some mutants of the rule pass its proof and are right all the same, by the mutant's description.
     survivors: ClassVar[Mapping[str, str]] = {}
 
     @cached_property
     def name(self) -> str:
         return type(self).__name__
 
-    # The name by which agents, traces and the selection know rules of a kind: `class X(Rule, family="merge")`. Without
-    # it a class has the family of its base, or else the name of its module.
+    # The name that agents, traces and the selection use for rules of a kind: `class X(Rule, family="merge")`. Without
+    # it a class has the family of its base class, or else the name of its module.
     family: ClassVar[str]
 
     def __init_subclass__(cls, family: str = "") -> None:
@@ -327,14 +338,14 @@ class _Declared:
     @cached_property
     def equation(self) -> str:
         """The first paragraph of the docstring."""
-        doc = inspect.cleandoc(type(self).__dict__.get("__doc__") or "")  # its own, not an inherited one
+        doc = inspect.cleandoc(type(self).__dict__.get("__doc__") or "")  # not an inherited docstring
         return " ".join(doc.partition("\n\n")[0].split())
 
 
 class Rule(_Declared):
     """A substitution with a left side of fixed form.
 
-    `source(op, x, ...)` is traced to get the patterns; its parameters are the variables. There is a pattern for each
+    `source(op, x, ...)` is traced to get the patterns; its parameters are the variables. A pattern is made for each
     number of starred variables in `arity` and for each choice of `op.either` and `op.any_of`. `where` refuses by
     `require`. `target(op, ...)` is traced for each match and returns as many values as `source`. `where` and `target`
     get what their parameters name: variables, and `m` with the captured attributes; `*others` are all other variables.
@@ -344,11 +355,11 @@ class Rule(_Declared):
 
     arity: ClassVar[tuple[int, int]] = (0, 0)  # least and greatest number of starred variables
     shapes: ClassVar[str] = ""
-    # Variables that may be absent inputs; such a variable is then None.
+    # Variables that may be absent inputs. Such a variable is None if the input is absent.
     optional: ClassVar[tuple[str, ...]] = ()
-    # The results can be permuted: each set of nodes is matched once.
+    # Whether the results can be permuted. Then each set of nodes is matched once.
     symmetric: ClassVar[bool] = False
-    # Inner values may be multi-use, that is, read from outside the match; their nodes then stay.
+    # Whether inner values may also be read from outside the match. Their nodes then stay in the graph.
     allow_multi_use: ClassVar[bool] = False
 
     source: Callable[..., Any]
@@ -392,10 +403,10 @@ class Rule(_Declared):
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """Which parts of a match a function of a rule takes as arguments.
+    """Which parts of a match a rule's function takes as arguments.
 
-    `captures`: whether it takes the captures. `indices`: the indices of the variables that it takes. `starred`: whether
-    it also takes the starred variables, whose values follow the first `fixed` ones.
+    `captures`: whether it takes the captured attributes. `indices`: the indices of the variables that it takes.
+    `starred`: whether it also takes the starred variables, whose values follow the first `fixed` values.
     """
 
     captures: bool
@@ -431,7 +442,7 @@ class Region:
     """A part of a graph that a region rule matches.
 
     `outputs` are the values that the target replaces, in order. `inputs` are the values that it reads. `nodes` are the
-    nodes of the left side, with the anchor. `data` is anything hashable that `target` needs.
+    nodes of the left side, with the anchor. `data` is any hashable object that `target` needs.
     """
 
     outputs: tuple[Value, ...]
@@ -441,12 +452,15 @@ class Region:
 
 
 def uses_key(value: Value) -> Value:
-    """The index key of entries that depend on the readers of a value. (Entries that depend on its producer differ.)"""
+    """The index key of entries that depend on which nodes read a value. (Entries that depend on its producer have
+    another key.)
+    """
     return Value(-value)
 
 
 class Reader:
-    """A graph as `RegionRule.find` sees it. It records in `reads` what was read; if that changes, the match falls.
+    """A graph as `RegionRule.find` sees it. It records in `reads` what was read; if an edit changes that, the match is
+    dropped.
 
     `near` is true as long as only the anchor and the types of its inputs were read.
     """
@@ -464,7 +478,7 @@ class Reader:
         return self._graph
 
     def producer(self, value: Value) -> Node | None:
-        """The node that makes a value; None for inputs and constants."""
+        """The node that computes a value; None for inputs and constants."""
         node = self._graph.producers.get(value)
         if node is not None:
             self.reads.add(node.outputs[0])
@@ -507,7 +521,7 @@ class Reader:
 
 
 class RegionRule(_Declared):
-    """A substitution whose left side has no fixed form: T time steps, a chain, a body.
+    """A substitution whose left side has no fixed form, for example T time steps, a chain, or a body.
 
     `find` is called for each node whose operator is among `anchors`. It reads the graph only through the Reader. It
     returns a region or None, or refuses by `require`. `target(op, region, *inputs)` returns the values that replace
@@ -517,16 +531,17 @@ class RegionRule(_Declared):
     """
 
     anchors: ClassVar[tuple[str, ...]] = ()
-    # At least one input of the anchor must come from one of these operators (None: no such demand).
+    # At least one input of the anchor must be computed by one of these operators (None: no such demand).
     reads_from: ClassVar[Sequence[str] | None] = None
 
     find: Callable[[Reader, Node], Region | None]
     target: Callable[..., Any]
 
     def partners(self, graph: Graph, node: Node) -> Iterable[Value]:
-        """Other anchors that may match now that `node` was added or rewired. `find` is called for them again.
+        """Other anchors that may match now that `node` was added or reads other values. `find` is called for them
+        again.
 
-        This is for a rule whose `find` looks at many nodes in vain and does not record them with the Reader.
+        This is for a rule whose `find` reads many nodes in vain and does not record them with the Reader.
         """
         return ()
 
@@ -564,8 +579,8 @@ def common_source(reader: Reader, values: Sequence[Value], limit: int = 6) -> bo
     """Whether nodes that each read one of `values` (and constants) can surely be merged without closing a cycle.
 
     Each value is followed upwards, for at most `limit` steps, through operators that only move the data of one input.
-    There can be no cycle if this leads from all values to one value, because none of the nodes lies on the way. Nor can
-    there be one if it leads from all values to inputs of the graph. Only the nodes on the way are read.
+    No cycle can arise if all values lead to one value, because none of the nodes lies on the way, nor if all values
+    lead to inputs of the graph. Only the nodes on the way are read.
     """
     chains: list[list[Value]] = []
     for value in dict.fromkeys(values):
@@ -575,7 +590,7 @@ def common_source(reader: Reader, values: Sequence[Value], limit: int = 6) -> bo
             if node is None or node.op not in _MOVES:
                 break
             if not all(reader.is_const(i) for i in node.inputs[1:] if i != ABSENT):
-                break  # where it moves the data to could depend on anything
+                break  # its other input, which says where the data go, could depend on anything
             chain.append(node.inputs[0])
         chains.append(chain)
     shared = set(chains[0]).intersection(*chains)

@@ -1,8 +1,8 @@
-"""Rewrite states: a graph with all substitutions that apply to it, kept up to date from edit to edit.
+"""Rewrite states: a graph with all substitutions that apply to it, updated after each edit.
 
-Matching is semi-naive. After an edit only dirty nodes can take part in a new match: nodes that were added or rewired,
-that have other readers, or that read a value of another type. Plans start at dirty nodes. A match is dropped when one
-of its nodes is dirty: it falls.
+Matching is semi-naive: after an edit only dirty nodes can take part in a new match. Dirty are nodes that were added,
+that read other values, that have other readers, or that read a value of another type. Plans start at dirty nodes. A
+match falls (is dropped) when one of its nodes is dirty.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from xrlflow.rewrite.rule import (
     uses_key,
 )
 
-# The change of cost by an edit, in the unit of the cost model that the search uses.
+# A function that returns the change of cost by an edit, in the unit of the cost model that the search uses.
 Delta = Callable[[Graph, Edit], float]
 
 Key = tuple[str, tuple[Value, ...]]
@@ -59,7 +59,7 @@ class _EnoughMatches(Exception):
     """A pattern has reached the maximum number of matches at a node."""
 
 
-# Not frozen: freezing would take most of the time to make a match, and thousands are made.
+# Not frozen: freezing would take most of the time of making a match, and thousands are made.
 @dataclass(slots=True, eq=False)
 class Match:
     """A part of a graph where a rule applies, and the change of cost (`delta`). A candidate never changes.
@@ -76,13 +76,15 @@ class Match:
     binding: Any
     reads: tuple[Value, ...]
     delta: float = 0.0
-    # What the edit adds to the fingerprint, unless other edits have since changed the nodes around it.
+    # The edit's change of the graph's fingerprint, valid until other edits change the nodes around it.
     shift: int = 0
 
 
 @dataclass(slots=True, eq=False)  # see `Match`
 class Attempt:
-    """A region rule that read more than its anchor and found no match. It runs again when what it read changes."""
+    """A region rule that found no match at an anchor, but read more than the anchor. It runs again when that
+    changes.
+    """
 
     rule: RegionRule
     reads: tuple[Value, ...]
@@ -98,13 +100,13 @@ class RewriteState:
     graph: Graph
     library: Library
     delta: Delta | None
-    # Every match and attempt, under each key that it depends on (`Entry.reads`). `candidates` takes a match from the
-    # first of its keys only.
+    # Every match and attempt, under each key on which it depends (`Entry.reads`). `candidates` lists a match only under
+    # its first key.
     index: Map[Value, tuple[Entry, ...]]
     count: int
-    # The candidates whose `delta` is negative, in no particular order. A descent reads only these.
+    # The candidates whose `delta` is negative, in no particular order. A search that only descends reads nothing else.
     gaining: Map[Match, None]
-    # Sizes that are at least 1 wherever the graph runs.
+    # Dimensions that are at least 1 at all sizes at which the graph runs.
     filled: frozenset[Size] = frozenset()
 
     @staticmethod
@@ -140,7 +142,9 @@ class RewriteState:
         ]
 
     def gains_most(self, threshold: float, but: Callable[[Match], bool] | None = None) -> Match | None:
-        """The candidate with the greatest gain above `threshold` that `but` does not exclude; None if there is none."""
+        """Of the candidates that `but` does not exclude, the one with the greatest gain above `threshold`; None if
+        there is none.
+        """
         best: Match | None = None
         for match in self.gaining:
             if match.delta >= -threshold or (
@@ -159,7 +163,9 @@ class RewriteState:
         return self._left_out(key)
 
     def _left_out(self, key: Key) -> Match | None:
-        """A match with this key that is no candidate because there are many like it (see `MOST_MATCHES`)."""
+        """The match with this key, if it is not among the candidates because there are many like it (see
+        `MOST_MATCHES`).
+        """
         rule = self.library.rules.get(key[0])
         node = self.graph.producers.get(key[1][0])
         if rule is None or node is None or isinstance(rule, RegionRule):
@@ -177,10 +183,10 @@ class RewriteState:
         return build_edit(self.graph, match)
 
     def priced(self, match: Match) -> tuple[Edit, float]:
-        """The edit that applies a candidate, and what it changes the cost by in this graph.
+        """The edit that applies a candidate, and its change of the cost of this graph.
 
-        `match.delta` is from when the candidate was found. Since then, edits of neighbouring nodes may have changed
-        its price: a cost model may price a node by its context, and nodes that the edit removes may have changed.
+        `match.delta` was computed when the candidate was found. Since then edits of neighbouring nodes may have changed
+        it: the cost of a node may depend on its neighbours, and other nodes may become unused.
         """
         edit = self.edit(match)
         return edit, match.delta if self.delta is None else float(self.delta(self.graph, edit))
@@ -213,7 +219,7 @@ class RewriteState:
         return fallen
 
     def _look_again(self, finder: _Finder, dirty: Dirty, fallen: set[Entry]) -> None:
-        """Match at dirty nodes, and at the anchors where region rules may now find something else."""
+        """Match at dirty nodes, and at the anchors where region rules may find another region after the edit."""
         anchors: dict[Value, set[str]] = {}
         for entry in fallen:
             if isinstance(entry.rule, RegionRule):
@@ -239,7 +245,7 @@ class RewriteState:
     def _successor(self, finder: _Finder, fallen: set[Entry], removed: set[Value]) -> RewriteState:
         """The state of the finder's graph.
 
-        Its index is that of this state, without the entries in `fallen` and the ids in `removed`, and with the entries
+        Its index is this state's index without the entries in `fallen` and the ids in `removed`, and with the entries
         that the finder found.
         """
         index, gaining = self.index, self.gaining.mutate()
@@ -276,7 +282,9 @@ class RewriteState:
 
 
 def match_all(graph: Graph, library: Library) -> list[Match]:
-    """Every match in a graph whose conditions hold, found from scratch. Edits are not built, nothing is priced."""
+    """Every match in a graph whose conditions hold, found from scratch. No edits are built and no costs are
+    computed.
+    """
     with _no_collection():
         return _match_all(graph, library, None).matches
 
@@ -314,11 +322,11 @@ def _no_collection() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Dirty:
-    """What an edit affects: the stale keys of the index, and the nodes where new matches can begin.
+    """What an edit affects: the keys of the index that are out of date, and the nodes where new matches can begin.
 
     `nodes`: ids of nodes that were added, removed or rewired, or that read a value whose type became more precise.
-    `uses`: keys (`uses_key`) of values whose readers changed. `producers`: ids of otherwise unchanged nodes that make
-    those values. `removed`: ids that no longer name a node.
+    `uses`: keys (`uses_key`) of values whose readers changed. `producers`: ids of otherwise unchanged nodes that
+    compute those values. `removed`: ids that no longer name a node.
     """
 
     nodes: set[Value]
@@ -376,7 +384,7 @@ def build_edit(graph: Graph, match: Match, builder: GraphBuilder | None = None) 
     return builder.edit(rule.name, replaced, listed)
 
 
-# The verdict on types for which the rule's conditions have not been evaluated.
+# Marks types for which the rule's conditions have not been evaluated yet.
 _NOT_ASKED: Final = object()
 
 
@@ -393,8 +401,9 @@ class _Types(dict[Value, TensorType | None]):
 
 
 class _Finder:
-    """Collects the matches that start at some nodes of a graph: at most so `many` of one pattern at one node (None:
-    all)."""
+    """Collects the matches that start at some nodes of a graph: at most `many` of one pattern at one node (None:
+    all).
+    """
 
     def __init__(
         self,
@@ -416,7 +425,8 @@ class _Finder:
         self.attempts: dict[tuple[Value, str], Attempt] = {}
         self._around: dict[Value, MatchSignature] = {}
         self._types = _Types(graph)
-        # Counts for the running plan: its matches, and those that are refused by the types of their variables alone.
+        # Counts for the plan that is running: its matches, and the matches refused by the types of their variables
+        # alone.
         self.considered = self.refused_by_types = 0
         self._before = 0  # matches before the running plan
 
@@ -436,7 +446,7 @@ class _Finder:
         fitting = plans.by_op[node.op] if library.thorough else plans.of(node, self.around(node))
         hopeless: list[Plan] = []
         for plan in fitting:
-            pattern, run = plan.pattern, plan.run  # compiled before the clock starts
+            pattern, run = plan.pattern, plan.run  # the plan is compiled before the clock starts
             begin = time.perf_counter() if library.timed else 0.0
             self.refused_by_types = self.considered = 0
             self._before = len(self.matches)
@@ -454,7 +464,7 @@ class _Finder:
     def consider(
         self, pattern: Pattern, nodes: tuple[Node, ...], values: tuple[Value, ...], attrs: tuple[Any, ...]
     ) -> None:
-        """Evaluate the conditions of the rule for a match of its pattern, and keep the match if they hold."""
+        """Evaluate the conditions of the rule for a match of its pattern. If they hold, add it to the matches."""
         rule, stats = pattern.rule, self.library.stats[pattern.rule.name]
         if self.many is not None and (
             self.considered >= _MOST_CONSIDERED or len(self.matches) - self._before >= self.many
@@ -503,7 +513,9 @@ class _Finder:
                 self.refused_by_types += 1
 
     def look_for_regions(self, node: Node, names: set[str] | None) -> None:
-        """Call `find` of the region rules whose anchor `node` may be; with `names` only of those."""
+        """Call `find` of the region rules for which `node` may be an anchor; if `names` is given, only of the rules in
+        it.
+        """
         graph, library, anchor = self.graph, self.library, node.outputs[0]
         if node.types[0].const or node.op not in library.regions.by_op:
             return
@@ -568,9 +580,10 @@ class _Finder:
         return (anchor, *sorted(reader.reads))
 
     def settle(self, until: float = math.inf) -> None:
-        """Build the edit of every match. Drop matches that are refused or change nothing, and price the others.
+        """Build the edit of every match. Drop matches that are refused or change nothing, and compute the others'
+        change of cost.
 
-        Those that have no edit at `until` (time.monotonic) are dropped, too.
+        Matches whose edits are not built by the time `until` (time.monotonic) are dropped, too.
         """
         for match in self.matches:
             if time.monotonic() >= until:
@@ -604,7 +617,7 @@ class _Finder:
                 stats.seconds += time.perf_counter() - begin
 
     def _check_sizes(self, edit: Edit, minimum: int) -> None:
-        """Raise Refused if an operator of an edit does not run at a size at which the graph does."""
+        """Raise Refused if an operator that an edit adds fails at sizes at which the graph runs."""
         if not any(node.op in NEEDING for node in edit.added):
             return
         new_types = {value: type for node in edit.added for value, type in zip(node.outputs, node.types)}
@@ -617,16 +630,18 @@ class _Finder:
                 raise Refused(MAY_BE_EMPTY)
 
     def _keep_trying(self, match: Match) -> None:
-        """Keep a region match without an edit as an attempt, so that it is tried again when what it read changes."""
+        """Store a region match without an edit as an attempt, so that it is tried again when the values it read
+        change.
+        """
         if isinstance(match.rule, RegionRule) and len(match.reads) > 1:
             self.attempts[(match.reads[0], match.rule.name)] = Attempt(match.rule, match.reads)
 
     def index(
         self, entries_of: dict[Value, list[Entry]], old: Map[Value, tuple[Entry, ...]] | None = None
     ) -> dict[Value, tuple[Entry, ...]]:
-        """The new index entries under each key that a new or fallen entry depends on.
+        """The new index entries under each key on which a new or fallen entry depends.
 
-        `entries_of` holds the entries that remain under the keys of fallen entries; the new ones are added to it. `old`
+        `entries_of` holds, for the keys of fallen entries, the entries that remain; the new ones are added to it. `old`
         is the previous index.
         """
         entries: list[Entry] = [*self.admitted.values(), *self.attempts.values()]
@@ -641,8 +656,9 @@ class _Finder:
 def _needs(
     graph: Graph, nodes: Iterable[Node], new_types: Mapping[Value, TensorType] | None = None
 ) -> Iterator[Size]:
-    """The sizes that are at least 1 wherever these nodes run. `new_types`: types of values that the graph lacks; with
-    it, sizes without which the nodes might not run."""
+    """The dimensions that must be at least 1 for these nodes to run. `new_types`: types of values that the graph lacks;
+    if it is given, also dimensions that may have to be.
+    """
     surely = new_types is None
     types_of = {} if new_types is None else new_types
     for node in nodes:
@@ -655,7 +671,7 @@ def _needs(
 
 
 def _may_be_empty(graph: Graph, edit: Edit) -> bool:
-    """Whether a value that an edit reads or makes may be empty although no input of the model is."""
+    """Whether a value that an edit reads or computes may be empty although no input of the model is."""
     new_types = {value: type for node in edit.added for value, type in zip(node.outputs, node.types)}
     for node in (*edit.removed, *edit.added):
         input_types = [new_types.get(v) or graph.type(v) for v in node.inputs if v != ABSENT]
@@ -666,7 +682,7 @@ def _may_be_empty(graph: Graph, edit: Edit) -> bool:
 
 
 def fingerprint_shift(graph: Graph, edit: Edit) -> int:
-    """What an edit adds to the fingerprint, modulo 2^64; 0 if it changes nothing."""
+    """The change of the graph's fingerprint by an edit, modulo 2^64; 0 if the edit changes nothing."""
     shift = sum([n.fingerprint for n in edit.added]) - sum([n.fingerprint for n in edit.removed])
     for before, after in edit.rewired:
         shift += after.fingerprint - before.fingerprint
