@@ -284,8 +284,8 @@ class _Declared:
     backend: ClassVar[str | None] = None
     # Whether the rule writes operators that only this backend has. Such a rule is off unless the user allows it.
     contrib: ClassVar[bool] = False
-    # Whether the gain comes from fusion in the runtime, which the cost of single operators does not show. Such rules are
-    # measured before others.
+    # Whether the gain comes from fusion in the runtime, which the cost of single operators does not show. Such rules
+    # are measured before others.
     unpriced: ClassVar[bool] = False
     # Whether the rule is canonicalising: it removes useless work, or replaces an operator that the backend does not
     # have. It is applied before the cost of any graph is computed.
