@@ -49,7 +49,8 @@ def is_fork_server(process: psutil.Process) -> bool:
 
 def workers_of(process: int) -> list[psutil.Process]:
     servers = [p for p in psutil.Process(process).children() if is_fork_server(p)]
-    result = [worker for server in servers for worker in server.children()]
+    # The first one that a server forks ends it with its parent.
+    result = [worker for server in servers for worker in sorted(server.children(), key=lambda p: p.pid)[1:]]
     return [worker for worker in result if worker.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -91,7 +91,7 @@ def test_each_process_is_new_and_the_fork_server_has_one_thread(monkeypatch: pyt
     ask = processes.FreshProcesses.sample
 
     def asked(self: Any, index: int, turns: int | None, deadline: float) -> Any:
-        server = psutil.Process(self.place.server.pid)
+        server = psutil.Process(self.forks.server.pid)
         result = ask(self, index, turns, deadline)
         seen.append((server.pid, server.num_threads(), [child.pid for child in server.children()]))
         return result
@@ -99,7 +99,8 @@ def test_each_process_is_new_and_the_fork_server_has_one_thread(monkeypatch: pyt
     monkeypatch.setattr(processes.FreshProcesses, "sample", asked)
     measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), threads=2, time_limit=3.0)
     assert len(seen) > 1
-    assert {(threads, tuple(left)) for _, threads, left in seen} == {(1, ())}
+    assert {(threads, len(left)) for _, threads, left in seen} == {(1, 1)}, "what ends it with its parent"
+    assert len({pid for _, _, left in seen for pid in left}) == 1
     assert not psutil.pid_exists(seen[0][0])
 
 
