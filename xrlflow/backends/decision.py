@@ -38,16 +38,17 @@ class Rule:
     """The least gain, as a logarithm. Two sessions of one model differ by half a percent, and a smaller gain is not
     worth a new file."""
     significance: float = 0.025
-    """The probability that a model is accepted whose gain is not above the threshold."""
+    """The admitted probability of accepting a model whose gain is not above the threshold."""
     first: int = 8
-    """The number of processes at the first analysis, if there may be at least twice as many; otherwise it is half of
-    them."""
+    """The number of processes at the first analysis, if the limit is at least twice as many; otherwise the first
+    analysis is at half of the limit."""
     growth: float = 1.5
-    """The number of processes at an analysis, divided by that at the one before."""
+    """The number of processes at an analysis, divided by the number at the analysis before."""
     spending: float = 1.5
     """When the fraction t of all processes has run, t ** `spending` of the significance has been used up."""
     hope: float = 0.025
-    """The test is given up if even the mean that is exceeded with this probability would not suffice in the end."""
+    """The test is given up if even the upper end of the mean's interval, which the true value exceeds with this
+    probability, would not pass the last analysis."""
 
     def analyses(self, limit: int) -> tuple[int, ...]:
         """The numbers of processes, up to `limit`, at which the estimates are analysed. There is one analysis only if
@@ -83,10 +84,11 @@ def pooled(estimates: Sequence[Estimate]) -> Pooled:
 
 
 def decide(draw: Draw, limit: int, rule: Rule = SHIP) -> Decision:
-    """Draw up to `limit` estimates, until they are clearly above the threshold of `rule` or clearly will not be.
+    """Draw up to `limit` estimates, and stop as soon as their mean is clearly above the threshold of `rule`, or clearly
+    will not get above it.
 
-    If `draw` ends the series earlier, the last analysis takes place then, and it may use up all of the significance:
-    the time ended the series, not the estimates.
+    If `draw` returns None earlier, the last analysis takes place at that point. It may use up all of the significance,
+    because the time ended the series, not the estimates.
     """
     estimates: list[Estimate] = []
     analyses = rule.analyses(limit)
@@ -101,8 +103,8 @@ def decide(draw: Draw, limit: int, rule: Rule = SHIP) -> Decision:
         after = rule.significance if last else rule.spent(count, limit)
         result = pooled(estimates)
         interval = result.interval(after - before)
-        # The weights of noisy processes are small, and the new model may be slower in just these processes. So the mean
-        # without weights must be above the threshold, too.
+        # The weights of noisy processes are small, and it may be just the noisy processes in which the new model is
+        # slower. So the mean without weights must be above the threshold, too.
         if (
             interval.low > math.exp(rule.threshold)
             and pool([e.ratio for e in estimates]).mean > rule.threshold
@@ -128,8 +130,8 @@ WIDTH = 0.005
 """The half width, as a logarithm, that `confirm`'s interval should have if time and machine allow it."""
 _CONFIRM_AT_LEAST, _CONFIRM_AT_MOST = 8, 40
 DECIDE_AT_MOST = 40
-"""A decision takes at most this many processes. If there is no time for more, none may remain for `confirm`: a faster
-model without a figure is better than the original."""
+"""A decision uses at most this many processes. If the time suffices for no more, `confirm` gets none: a faster model
+without a measured speed-up is better than the original."""
 
 
 def needed(estimates: Sequence[Estimate]) -> int:
@@ -149,12 +151,13 @@ def confirm(draw: Draw, count: int) -> SpeedUp | None:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedDecision:
-    """The decision about a model, and the figure that was measured after it."""
+    """The decision about a model, and the speed-up that was measured after the decision."""
 
     decision: Decision
     verdict: Verdict
     figure: SpeedUp | None
-    """From the second set of processes; None if the model is not faster, or if there was no time."""
+    """The speed-up in the second set of processes; None if the model is not faster, or if there was no time for
+    them."""
     confirming: int = 0
     """The number of processes in the second set."""
 
@@ -166,12 +169,13 @@ class RepeatedDecision:
 def settle(
     draw: Draw, affordable: int, rule: Rule = SHIP, check: Callable[[], bool] | None = None
 ) -> RepeatedDecision:
-    """Decide, and measure again if the decision is "faster" and there is time, with at most `affordable` processes in
-    all.
+    """Decide whether a model is faster. If so, and if there is time, measure its speed-up in further processes. At most
+    `affordable` processes are used in all.
 
-    `check` is called between the two if the model is faster. It returns whether the model can be used; if not, there is
-    no figure. A model that is certainly slower in the second set of processes is refuted. The second set changes
-    nothing else, so that the reported figures are not a selection of the high ones.
+    `check` is called between decision and measurement if the model is faster. It returns whether the model can be used;
+    if it cannot, the speed-up is not measured. A model that is certainly slower in the second set of processes is
+    refuted. The second set does not change the decision in any other case, so that the reported speed-ups are not a
+    selection of high ones.
     """
     decision = decide(draw, min(affordable, DECIDE_AT_MOST), rule)
     if decision.verdict is not Verdict.FASTER:

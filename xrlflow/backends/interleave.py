@@ -21,13 +21,14 @@ Run = Callable[[], object]
 MIN_SAMPLE = 2e-3
 """A sample takes at least this many seconds: several runs of a fast model are timed as one."""
 SETTLE_BELOW = 0.25
-"""A model whose run takes more seconds than this has no untimed run at the start of a turn: it would change nothing."""
+"""A model whose run takes more seconds than this has no untimed run at the start of a turn: such a run would not change
+the times."""
 MIN_ROUNDS = 16
 """A measurement may end by the width of its intervals after this many rounds. An interval of fewer rounds can be narrow
 by chance."""
 DECIDED_ROUNDS = 6
 """A measurement may end because all intervals are on one side of 1 after this many rounds: the interval of six rounds
-covers all of them."""
+covers the samples of all six."""
 MAX_ROUNDS = 20_000
 
 
@@ -54,10 +55,10 @@ def interleave(
     a baseline sometimes followed itself, it seemed 0.8% faster than its own copy.)
 
     The loop ends when the 95% intervals (see `median_interval`) of all median log ratios are narrower than
-    `target_width`, or when another round would exceed `time_limit` seconds; there is always one round. With `margin` it
-    also ends when every interval is above 1 + margin or below 1 - margin, for callers who only want to know which model
-    is faster. `clock` times the samples; `watch` times the whole measurement, and differs from `clock` if the models
-    run on another machine. Python's garbage collector is off. Raises BackendError for fewer than two models, and
+    `target_width`, or when another round would exceed `time_limit` seconds; there is at least one round. With `margin`
+    it also ends when every interval is above 1 + margin or below 1 - margin, for callers who only want to know which
+    model is faster. `clock` times the samples; `watch` times the whole measurement, and differs from `clock` if the
+    models run on another machine. Python's garbage collector is off. Raises BackendError for fewer than two models, and
     whatever a run raises.
     """
     if len(runs) < 2:
@@ -87,7 +88,8 @@ def interleave(
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """When to stop: all intervals are narrower than `width`, or (with `margin`) all are at least that far from 1."""
+    """When to stop: all intervals are narrower than `width`, or (with `margin`) all are farther than `margin` from
+    1."""
 
     width: float
     margin: float | None
@@ -121,7 +123,7 @@ class _Rounds:
         self.rows: list[list[float]] = []
 
     def take(self, goal: _Goal, deadline: float, watch: Callable[[], float]) -> bool:
-        """Take rounds until the goal is reached, or until the next round would end after `deadline`. Returns whether
+        """Measure rounds until the goal is reached, or until the next round would end after `deadline`. Returns whether
         all intervals became narrow enough."""
         check_at = goal.first_check
         longest = 0.0
@@ -158,7 +160,7 @@ class _Rounds:
         return logs
 
     def speedups(self) -> tuple[SpeedUp, ...]:
-        """How many times faster each model but the first is than the first."""
+        """For each model but the first: how many times faster it is than the first."""
         logs = self.logs()
         return tuple(_interval(logs[:, :, 0] - logs[:, :, model]) for model in range(1, len(self._runs)))
 
@@ -185,8 +187,8 @@ def time_alone(
 
 
 def turns(slots: int, round_index: int) -> list[int]:
-    """The order of turns in a round: rotated by one place every 4 rounds, and reversed in every other cycle of
-    rotations.
+    """The order of turns in a round, as numbers of slots. It is rotated by one position every 4 rounds, and reversed in
+    every other cycle of rotations.
 
     So every slot is equally often at every position, and equally often before and after each neighbour.
     """

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while foreign code calls back into Python and may catch the exception."""
+"""Handles Ctrl-C and SIGTERM while foreign code (TVM) calls back into Python and may catch their exceptions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def heeding_interrupts() -> Iterator[None]:
     constant folding catches an exception, it just does not fold. The same holds for an exception that the program's own
     handler of SIGTERM raises.
 
-    Only the main thread gets interrupts. In other threads this does nothing, nor for a signal that the program does not
-    handle in Python's usual manner.
+    Only the main thread gets interrupts. In other threads this does nothing. Nor does it change a signal that the
+    program does not handle in Python's usual manner.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,9 @@
 """The library of kernels that belongs to a model: `fast.so` next to `fast.onnx`, `fast.ort.so` next to `fast.ort`.
 
-The model and its library name the same domains. The name of a region's domain has a digest of the kernels' code, and
-one of what the region computes in the file. So a library that belongs to another model is never used: it has no domain
-of this one. `check_unedited` finds out whether the file was edited after its kernels were compiled.
+The model and its library contain the same names of operator domains, one for each region. Such a name has a digest of
+the kernels' code, and a digest of what the region computes in the file. So the library of another model is never used:
+it has none of this model's domains. `check_unedited` finds out whether the file was edited after its kernels were
+compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _DOMAIN = re.compile(rb"xrlflow\.[0-9a-f]{32}(?![0-9a-f])")
 def library_path(model: str | os.PathLike[str]) -> Path:
     """The path of a model's library: `.so` takes the place of `.onnx`, and is appended to any other name.
 
-    Another suffix stays, because it may be what tells two models in one folder apart.
+    Another suffix stays, because two models in one folder may differ by their suffixes only.
     """
     path = Path(model)
     return path.with_suffix(SUFFIX) if path.suffix == _ONNX else path.with_name(path.name + SUFFIX)
@@ -41,8 +42,8 @@ def library_of(model: ModelSource) -> str | None:
 
 
 def check_unedited(model: str | os.PathLike[str]) -> None:
-    """Raise BackendError if a model was edited after its kernels were compiled, because these still compute the model
-    before the edit."""
+    """Raise BackendError if a model was edited after its kernels were compiled, because the kernels still compute what
+    the model was before the edit."""
     for domain in {name.decode() for name in domains_in(model) & domains_in(library_path(model))}:
         if digest_of_file(model, domain) != domain[-DIGITS:]:
             raise BackendError(
@@ -52,8 +53,8 @@ def check_unedited(model: str | os.PathLike[str]) -> None:
 
 
 def check_library_path(model: str | os.PathLike[str]) -> None:
-    """Raise BackendError if the library of a model that is to be written would replace another file, or if it would
-    replace the library of another model."""
+    """Raise BackendError if the library of a model that is about to be written would replace a file that is no library,
+    or the library of another model."""
     library = library_path(model)
     if Path(model).suffix == SUFFIX:
         raise BackendError(

@@ -16,9 +16,10 @@ import psutil  # type: ignore[import-untyped]
 
 ROOT = Path("/")
 _UNLIMITED = 1 << 60
-"""A limit of at least this many bytes is none: without a limit, version 1 of control groups gives a huge number."""
+"""A limit of at least this many bytes counts as no limit: where there is none, version 1 of control groups gives a huge
+number."""
 _NONSENSE = 1 << 64
-"""Numbers of the kernel are below this one. A greater one cannot be right."""
+"""Numbers that the operating system's kernel reports are below this. A greater number cannot be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,11 @@ class Limits:
     memory: int | None = None
     """Bytes that the process may use; None: no limit."""
     used: int | None = None
-    """Bytes of these that are in use."""
+    """Bytes that are in use, of those in `memory`."""
     periods: int = 0
     """The number of periods, since the group was created, in which a process of it wanted to run."""
     throttled: int = 0
-    """Periods of these in which the quota was used up."""
+    """The number of these periods in which the quota was used up."""
 
 
 def limits(root: Path = ROOT) -> Limits:
@@ -170,7 +171,7 @@ def _quota(group: _Group) -> float | None:
 
 
 def _memory(group: _Group) -> tuple[int, int | None] | None:
-    """The bytes that a group may use, and those that it uses; None if it has no limit."""
+    """The bytes that a group may use, and the bytes in use (None: unknown); None if the group has no limit."""
     if group.version == 2:
         most, used = "memory.max", "memory.current"
     elif group.kind == "memory":

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 HELD_UP = 0.02
-"""A turn is disturbed if our threads waited for a CPU for more than this part of it."""
+"""A turn is disturbed if our threads waited for a CPU for more than this fraction of the turn."""
 _WARM_UP = 0.03
 """Seconds of untimed runs of each model."""
 
 _PRIOR = 2
 
 Waits = Callable[[], Sequence[float]]
-"""A function that returns the seconds that each thread of this process has waited for a CPU so far, the calling thread
-first."""
+"""A function that returns the seconds that each thread of this process has waited for a CPU until now, the calling
+thread first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,17 @@ def take_turns(
     clock: Callable[[], float] = time.perf_counter,
     waits: Waits | None = None,
 ) -> tuple[Turn, ...]:
-    """Take `count` turns of two models, one after the other, beginning with model `first`. If `count` is None, a few
-    turns show how noisy they are, and so how many a process should take.
+    """Take `count` turns of two models, one after the other, beginning with model `first`. If `count` is None, only a
+    few turns are taken: their noise shows how many turns a process should take.
 
-    `singles`: seconds of a first run of each; models below 0.25 s are warmed up. A turn always follows one of the other
-    model, and starts with an untimed run unless the model is slow (see `interleave`).
+    `singles`: seconds of a first run of each model; models below 0.25 s are warmed up. A turn always follows a turn of
+    the other model, and starts with an untimed run unless the model is slow (see `interleave`).
 
     On two cores that another program used as well, a run of 3.6 ms took 43 ms [12, 60] (10th and 90th percentile) with
     two threads, and 3.6 [3.5, 4.0] without the time that the calling thread waited for a CPU. With one thread, 43 ms
-    became 58 [43, 91], and 43.5 [42.7, 44.4] without that time. The waiting of other threads is not subtracted, because
-    the calling thread may have done their work meanwhile. `waits` counts the waiting (by default, Linux's counters).
-    Raises what a run raises.
+    became 58 [43, 91], and 43.5 [42.7, 44.4] without the calling thread's waiting time. The waiting of other threads is
+    not subtracted, because the calling thread may have done their work meanwhile. `waits` counts the waiting (by
+    default, Linux's counters). Raises what a run raises.
     """
     with no_garbage_collection(), _Waiting() as waiting:
         read = waits if waits is not None else waiting.seconds
@@ -96,8 +96,8 @@ def _first_turns(seconds: float) -> int:
 class Estimate:
     """The result of one process. `ratio`: the logarithm of how many times faster the new model ran than the baseline.
 
-    `control`: the same for the baseline compared with itself, turn by turn; None if it had one turn. `pairs`: the
-    number of pairs of turns. `noise`: the standard deviation of a pair, from the median deviation (0 for one pair).
+    `control`: the same for the baseline compared with itself, turn by turn; None if the baseline had one turn. `pairs`:
+    the number of pairs of turns. `noise`: the standard deviation of a pair, from the median deviation (0 for one pair).
     """
 
     ratio: float
@@ -110,9 +110,9 @@ def estimate(turns: Sequence[Turn]) -> Estimate:
     """Compare each turn with the next one. Raises ValueError for fewer than two.
 
     A cause that slows the machine for longer slows both turns of a pair. A thread that lost its CPU slows one turn, so
-    pairs with such a turn are left out if they are less than half. If they are the majority, all are used, because the
-    median of many pairs is nearer the truth than that of a few (5% off instead of 20% on a busy machine). The baseline
-    is first in every other pair. The medians of both kinds of pairs are averaged, so that a drift cancels.
+    pairs with such a turn are left out if they are less than half of all pairs. If they are the majority, all are used,
+    because the median of many pairs is nearer the truth than that of a few (5% off instead of 20% on a busy machine).
+    The baseline is first in every other pair. The medians of both kinds of pairs are averaged, so that a drift cancels.
     """
     if len(turns) < 2:
         raise ValueError("a comparison needs a turn of each model")
@@ -141,7 +141,7 @@ def errors(estimates: Sequence[Estimate]) -> list[float]:
     """
     mean = statistics.fmean(e.noise**2 for e in estimates)
     variances = [(e.pairs * e.noise**2 + _PRIOR * mean) / (e.pairs + _PRIOR) for e in estimates]
-    # The variance of a median is pi / 2 times that of a mean.
+    # The variance of a median is pi / 2 times the variance of a mean.
     return [math.sqrt(0.5 * math.pi * v / e.pairs) for v, e in zip(variances, estimates)]
 
 

@@ -1,11 +1,11 @@
 """Pins threads to the same CPUs for every model that is compared.
 
 A scheduler places a session's worker threads when they start, and may leave them there. If another program or the main
-thread uses the same CPU, the session stays slow as long as it lives, while the session that it is compared with does
-not. On a 2-core machine under load, two sessions of one model then differed steadily by a factor of two (2.09x [2.07,
-2.09]; 0.60x [0.50, 0.80]), which the A/A control of a single session cannot see. With the workers of all sessions on
-the same CPUs, and the calling thread on another, no such ratio occurred; on a quiet machine pinning changes nothing.
-ONNX Runtime pins its workers itself if no number of threads is set.
+thread uses the same CPU, this session stays slow as long as it lives, while the session of the compared model is not
+slowed. On a 2-core machine under load, two sessions of one model then differed steadily by a factor of two (2.09x
+[2.07, 2.09]; 0.60x [0.50, 0.80]), which the A/A control of a single session cannot see. With the workers of all
+sessions on the same CPUs, and the calling thread on another, no such ratio occurred; on a quiet machine pinning changes
+nothing. ONNX Runtime pins its workers itself if no number of threads is set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped]
 from xrlflow.backends.limits import allowed_cpus, one_cpu_a_core
 
 LOOK = 0.05
-"""Seconds during which the CPUs are watched if there are more of them than threads."""
+"""Seconds during which the CPUs are watched if there are more CPUs than threads."""
 
 
 def cache_levels() -> dict[int, int]:
@@ -46,8 +46,9 @@ def last_level() -> int:
 def choose_cpus(threads: int) -> tuple[int, ...] | None:
     """One CPU (by number) for each of `threads` threads, on different cores. The calling thread gets the first.
 
-    They are the block of neighbouring cores that other programs use least at the moment. None if a process cannot
-    choose its CPUs (not on Linux), or if there are too few cores; then the scheduler decides.
+    The CPUs belong to the block of neighbouring cores that other programs use least at the moment. Returns None if a
+    process cannot choose its CPUs (on systems other than Linux), or if there are too few cores; the operating system's
+    scheduler places the threads in this case.
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
@@ -63,7 +64,7 @@ def choose_cpus(threads: int) -> tuple[int, ...] | None:
 
 @contextlib.contextmanager
 def pinned(cpus: Sequence[int] | None) -> Iterator[None]:
-    """Keep the calling thread on the first of `cpus` inside the block. With None it stays free."""
+    """Keep the calling thread on the first of `cpus` inside the block. With None the thread is not pinned."""
     if cpus is None:
         yield
         return

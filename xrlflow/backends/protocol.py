@@ -1,4 +1,4 @@
-"""The interface of all backends, in types that belong to none of them."""
+"""The interface of all backends, in types that belong to no particular backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ModelSource: TypeAlias = str | os.PathLike[str] | bytes
 class BackendError(RuntimeError):
     """A backend cannot do what it was asked to do. The message is one line, written for users.
 
-    `reason`: the message without `instead`, which says what the user could do instead if this error ends the command.
+    `reason`: the message without `instead`, which is a text about what the user could do instead if this error ends the
+    command.
     """
 
     def __init__(self, reason: str, instead: str = "") -> None:

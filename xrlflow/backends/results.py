@@ -98,8 +98,8 @@ class Comparison:
     speedups: tuple[SpeedUp, ...]
     """`speedups[i]` says how many times faster `latencies[i + 1]` is than the baseline."""
     control: SpeedUp | None
-    """The baseline compared with itself, in a turn of its own; None if nobody asked for it. If its interval does not
-    contain 1, the other intervals are not reliable either."""
+    """The baseline compared with itself, in a turn of its own; None if the caller requested no control. If its interval
+    does not contain 1, the other intervals are not reliable either."""
     load: Load
     samples: int
     """The number of rounds."""
@@ -115,7 +115,7 @@ class Comparison:
 
     @property
     def trustworthy(self) -> bool:
-        """Whether the control contains 1 to within half a percent, and no other program used our CPUs."""
+        """Whether the control's interval contains 1 to within half a percent, and no other program used our CPUs."""
         control = self.control
         fair = control is None or (control.low <= 1.005 and control.high >= 0.995)
         return fair and not self.load.disturbed
@@ -142,7 +142,7 @@ class RepeatedComparison:
     before: Latency | None
     """The latency of the baseline over all turns of all processes; None if the time was over before the first ended."""
     after: Latency | None
-    """The same of the new model."""
+    """The latency of the new model, over the same turns."""
     seconds: float
     threads: int
     verdict: Verdict | None = None
@@ -153,7 +153,7 @@ class RepeatedComparison:
     pairs: int = 0
     """The number of pairs of neighbouring turns."""
     disturbed: bool = False
-    """Whether other programs used our CPUs in more than a quarter of the processes."""
+    """Whether other programs used the CPUs of our threads in more than a quarter of the processes."""
     fresh_processes: bool = True
     """Whether each sample came from a process of its own."""
     ratios: tuple[float, ...] = ()

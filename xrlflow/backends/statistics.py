@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from xrlflow.backends.results import SpeedUp
 
-# With this many rounds, their range is an interval of the median: all rounds are on one side of it with probability
-# 2^-15.
+# With this many rounds, the range of their samples is a confidence interval of the median: all rounds are on one side
+# of the median with probability 2^-15.
 _ENOUGH = 16
 Floats = npt.NDArray[np.float64]
 
@@ -29,8 +29,8 @@ def median_interval(samples: Floats) -> tuple[float, float, float]:
     rounds, and needs no seed.
 
     Rounds are not independent, because load comes and goes. So there are two half widths, of which the larger is used.
-    One holds for independent rounds. The other comes from the long-run variance of the series "part of this row below
-    the median" (Bartlett's window over sqrt(n) lags, with the wider quantile for such a window). A continuity
+    The first holds for independent rounds. The second comes from the long-run variance of the series "part of this row
+    below the median" (Bartlett's window over sqrt(n) lags, with the wider quantile for such a window). A continuity
     correction of half a rank makes the interval agree with the exact binomial interval for small n. Fewer than 6 rounds
     have no 95% interval: (median, -inf, inf); without rounds it is (nan, -inf, inf). With 16 rounds or more it never
     exceeds the range of the samples.
@@ -57,7 +57,7 @@ def _score_error(scores: Floats, columns: int) -> float:
     plain = float(np.mean(scores**2))
     if (
         rounds < 30 or plain == 0.0
-    ):  # few rows estimate the variance badly: use at least that of independent columns
+    ):  # few rows estimate the variance badly: use at least the variance of independent columns
         plain = max(plain, 0.25 / columns)
     independent = Z95 * math.sqrt(plain / rounds)
     lags = math.isqrt(rounds)
@@ -73,16 +73,18 @@ def _score_error(scores: Floats, columns: int) -> float:
 
 
 TRIMMED = 0.1
-"""The part of the estimates that is trimmed on either side, because another program may have disturbed them."""
+"""The fraction of the estimates that is trimmed on either side, because another program may have disturbed them."""
 _ENOUGH_PROCESSES = 8
-"""The signs of this many estimates without any effect agree once in 128 times: fewer estimates prove less."""
+"""If a change has no effect, the signs of this many estimates still agree once in 128 times. Fewer estimates prove
+less."""
 SPREAD = 0.01
-"""The standard deviation, as a logarithm, between sessions of one model. Fewer than `_ENOUGH_PROCESSES` estimates are
-taken to differ at least this much."""
+"""The standard deviation, as a logarithm, between sessions of one model. The spread of fewer than `_ENOUGH_PROCESSES`
+estimates is assumed to be at least this."""
 _MOST_PRECISE = 0.5
-"""No estimate counts as more precise than this part of the median error: a quiet process may be quiet by chance."""
+"""The error of an estimate counts as at least this part of the median error: a quiet process may be quiet by chance."""
 _LEAST_FREEDOM = 0.5
-"""A lower bound of the degrees of freedom: without it the error would be infinite if one weight were almost the sum."""
+"""A lower bound of the degrees of freedom. Without this bound, the error would be infinite if one weight were almost
+the sum of all weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,8 @@ class Pooled:
         return float(stdtrit(self.degrees_of_freedom, 1.0 - tail_probability))
 
     def interval(self, tail_probability: float) -> SpeedUp:
-        """The interval of the ratio whose logarithm is the mean. The truth is above it with probability `tail`, and
-        below it with the same probability."""
+        """The interval of the ratio whose logarithm is the mean. The true ratio is above the interval with probability
+        `tail_probability`, and below it with the same probability."""
         half = self.quantile(tail_probability) * self.error
         return SpeedUp(math.exp(self.mean), math.exp(self.mean - half), math.exp(self.mean + half))
 
@@ -109,11 +111,12 @@ class Pooled:
 def pool(estimates: Sequence[float], errors: Sequence[float] | None = None) -> Pooled:
     """Combine estimates of one quantity, each from a different process.
 
-    Estimates differ by what differs between processes (`SPREAD`), and by the noise of the few runs in each. `errors`:
-    the standard errors by that noise, from which the weights of the estimates follow; None: all are alike. The error of
-    the mean comes from the spread of the estimates, which contains both causes (White 1980: it holds for any weights).
-    Its degrees of freedom are those that the weights leave (Kish 1965, effective sample size). So wrong `errors` make
-    the mean less precise, but do not make its error too small, unless they depend on the estimates.
+    Estimates differ by what differs between processes (`SPREAD`), and by the noise of the few runs in each process.
+    `errors`: the standard errors that come from this noise. The weights of the estimates follow from them; None: all
+    weights are equal. The error of the mean comes from the spread of the estimates, which contains both causes (White
+    1980: it holds for any weights). Its degrees of freedom follow from the weights (Kish 1965, effective sample size).
+    So wrong `errors` make the mean less precise, but do not make its error too small, unless they depend on the
+    estimates.
 
     The highest and the lowest tenth are left out of the mean (of fewer than 10: none) and winsorised in its error
     (Tukey and McLaughlin 1963). Fewer than 8 estimates may be close by chance, so their standard deviation is taken to
@@ -141,5 +144,5 @@ def pool(estimates: Sequence[float], errors: Sequence[float] | None = None) -> P
 
 
 def _effective(weights: Floats) -> float:
-    """How many equal weights would leave as much variance as these."""
+    """How many equally weighted estimates would have a mean of the same variance."""
     return float(weights.sum() ** 2 / np.sum(weights**2))

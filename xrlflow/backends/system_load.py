@@ -17,7 +17,8 @@ TICK = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """CPU seconds since a fixed moment: of all programs, stolen by the hypervisor, and of this process; and a clock."""
+    """CPU seconds since a fixed moment: used by all programs, stolen by the hypervisor, and used by this process; and a
+    clock."""
 
     busy: float
     steal: float
@@ -52,8 +53,8 @@ def judge(before: Reading, after: Reading, threads: int, cpus: int | None = None
     """The load between two readings.
 
     Other programs may use the CPUs that our `threads` leave free, up to half of them (the scheduler keeps programs
-    apart as far as it can). What exceeds this counts as run on our CPUs. The measurement is disturbed if that is more
-    than 5% of our threads' time, or if more than 2% was stolen.
+    apart as far as it can). Use beyond this half counts as use of our threads' CPUs. The measurement is disturbed if
+    such use is more than 5% of our threads' time, or if more than 2% was stolen.
     """
     cpus = cpus or psutil.cpu_count() or 1
     seconds = max(after.clock - before.clock, 1e-9)

@@ -20,9 +20,9 @@ Types = frozenset[str]
 def supports(op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
     """Whether ONNX Runtime's CPU provider runs `op` on these element types (names of ONNX or NumPy).
 
-    True if a single kernel takes them all: in its type constraints, in a constraint that it leaves to the schema, or as
-    an input or output of fixed type (the condition of Where). `dtypes` are the types of all inputs and outputs
-    together. An operator without a kernel that ONNX defines as a function is expanded into others. It counts as
+    True if a single kernel accepts all of these types: in its type constraints, in a constraint that it leaves to the
+    schema, or as an input or output of fixed type (the condition of Where). `dtypes` are the types of all inputs and
+    outputs together. An operator without a kernel that ONNX defines as a function is expanded into others. It counts as
     supported if its schema allows the types and none is a float other than float32.
     """
     wanted = frozenset(f"tensor({ALIASES.get(dtype.lower(), dtype.lower())})" for dtype in dtypes)

@@ -31,15 +31,16 @@ GRACE = 0.03
 """A process that was begun in time may exceed the time limit by this part of it."""
 _MOST_PROCESSES = 80
 _ENOUGH_PROCESSES, _FEWEST_PROCESSES = 12, 5
-"""If there is no time for `_ENOUGH_PROCESSES`, each process has fewer turns. It has no fewer than take as long as the
-start of the process, unless that would leave fewer than `_FEWEST_PROCESSES`."""
+"""If there is no time for `_ENOUGH_PROCESSES` processes, each process takes fewer turns. Its turns last at least as
+long as its start, unless there would then be time for fewer than `_FEWEST_PROCESSES` processes."""
 _FEWEST_TURNS, _ROBUST_TURNS, _MOST_TURNS = 4, 12, 80
-"""The median of few turns is not robust. Where other programs slowed single turns by half, processes of an unchanged
-ResNeXt-50 (47 ms) differed by 11% with 4 turns, 2.5% with 8, and 0.6% with 16, and took 1.1, 1.5 and 2.2 s."""
+"""The least number of turns of a process, the number for a robust median, and the greatest number. Where other programs
+slowed single turns by half, processes of an unchanged ResNeXt-50 (47 ms) differed by 11% with 4 turns, 2.5% with 8, and
+0.6% with 16, and took 1.1, 1.5 and 2.2 s."""
 _PRECISE = 0.005
 """The standard error of a mean (a logarithm) above which more processes are worth the time."""
 _FIGURE_ALONE = 24
-"""The number of processes for a figure if nothing is to be decided."""
+"""The number of processes that measure a speed-up if there is no decision to make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +138,10 @@ class _Drawing:
         return settle(self.draw, affordable, check=check) if affordable else None
 
     def affordable_processes(self) -> int:
-        """Take one sample, and choose the number of turns of the others. Returns the number of processes that there is
-        time for.
+        """Take one sample, and choose the number of turns of the later samples. Returns the number of processes that
+        there is time for.
 
-        The first sample counts as one of them if it has enough turns.
+        The first sample counts as one of these processes if it has enough turns.
         """
         started = time.monotonic()
         first = self._measure()
@@ -153,7 +154,8 @@ class _Drawing:
         left = max(self.deadline - time.monotonic(), 0.0)
         slow = sampled.turns[0].seconds >= SETTLE_BELOW
         self.turns = _turns(self.estimates[0].noise, start, each, left, 2 if slow else _FEWEST_TURNS)
-        # With much fewer turns than the others will have, the first sample only served to choose their number.
+        # If the first sample has much fewer turns than later ones will have, it only serves to choose the number of
+        # turns.
         if self.turns <= 2 * len(sampled.turns):
             self.waiting.append(first)
         self.longest = start + self.turns * each
@@ -220,7 +222,7 @@ class _Drawing:
 
 
 def _turns(noise: float, start: float, each: float, left: float, fewest: int) -> int:
-    """The number of turns of a process, an even one, that gives the narrowest interval.
+    """The even number of turns of a process with which the interval becomes narrowest.
 
     `noise`: the standard deviation of a pair of turns. Seconds: `start`, to start a process; `each`, of one turn;
     `left`, of the time for all processes.
@@ -262,7 +264,7 @@ class FreshProcesses:
     def sample(self, index: int, turns: int | None, deadline: float) -> Sample | None:
         """A sample of a new process. Every other one (odd `index`) begins with the new model.
 
-        None if it was not over at `deadline` (time.monotonic). Raises BackendError.
+        Returns None if the sample was not over at `deadline` (time.monotonic). Raises BackendError.
         """
         worker = self.forks.worker(Sampler, "a measuring process")
         try:

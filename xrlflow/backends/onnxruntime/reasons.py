@@ -7,7 +7,8 @@ import re
 from xrlflow.common.text import printable, shortened
 
 _LONGEST, _END = 500, 200
-# A location in ONNX Runtime's source (file and line), and the function there: its name alone, or its whole signature.
+# A location in ONNX Runtime's source (file and line), and the function at that line: its name alone, or its whole
+# signature.
 _LOCATION = re.compile(r"\S*\.(?:cc|h|cpp|hpp):\d+ +")
 _SIGNATURE = re.compile(r"(?:[\w:~<>*&,\[\] ]|\(anonymous namespace\))*\b(?:operator ?\(\)|\w+)\(")
 _NAME = re.compile(r"(?:\w+::)*~?\w+ +(?=[A-Z])")

@@ -15,7 +15,7 @@ agraph (uint8[2,64] x, int8[64,16] w) => (int32[2,16] y) { y = MatMulInteger(x, 
 
 @functools.cache
 def saturates() -> bool:
-    """Whether products of unsigned with signed 8-bit integers can be wrong. Without VNNI instructions, two of them are
+    """Whether products of unsigned with signed 8-bit integers can be wrong. Without VNNI instructions, two products are
     added in 16 bits, which may overflow."""
     feeds = {"x": np.full((2, 64), 255, np.uint8), "w": np.full((64, 16), 127, np.int8)}
     with open_model(onnx.parser.parse_model(_PRODUCT).SerializeToString(), threads=1) as model:

@@ -1,8 +1,8 @@
 """ONNX Runtime sessions, opened with the same options for verification, measurements and profiles.
 
 Spinning. After an operator, the worker threads of a session spin, by default for a millisecond or more, so that the
-next operator starts without waking them. That is so in a user's process, so a measurement without spinning would not be
-representative. But the threads of one session then go on spinning while the other model of the comparison runs.
+next operator starts without waking them. Threads spin in a user's process, too, so a measurement without spinning would
+not be representative. But the threads of one session go on spinning while the other model of the comparison runs.
 Milliseconds on 2 cores (Zen 4, AVX-512), alone and in turns with another session of the same model:
 
     model                        default        no spinning     spinning, stopped after the run
@@ -10,7 +10,7 @@ Milliseconds on 2 cores (Zen 4, AVX-512), alone and in turns with another sessio
     24 MatMul+Relu 128x768     17.3 / 91.6      17.6 / 17.7      17.3 / 17.4
     20 Conv+Relu 64x28x28       5.2 / 11.5       5.8 / 5.8        5.4 / 5.4
 
-Without spinning, models of many small operators are a quarter slower, and may change their order by speed; with
+Without spinning, models of many small operators are a quarter slower, and another model may become the fastest; with
 spinning, another session can make a model five times slower. `session.force_spinning_stop` (spin during a run, stop
 when it returns) avoids both, so every session gets it unless the user's own options set it. It costs 5 to 20
 microseconds per run to wake the workers.
@@ -129,7 +129,7 @@ class OrtModel:
     def bound_caller(self, feeds: Feeds) -> Callable[[], object]:
         """Like `caller`, with IO binding if feeds and outputs are plain tensors: outputs stay in the session's arena.
 
-        It is for operators that are timed alone: inside a model, their outputs are not passed to Python either.
+        Operators that are timed alone use this: inside a model, an operator's outputs are not passed to Python either.
         """
         import onnxruntime as ort
 
@@ -178,7 +178,7 @@ def open_model(
 
     Operators run one after the other, each with `threads` threads (default: the number of physical cores).
     `session_options` are the user's. A mapping of configuration entries takes precedence over ours. A SessionOptions
-    object is itself used, and missing entries (thread count, spinning) are added to it; its optimisation level holds if
+    object is used itself, and missing entries (thread count, spinning) are added to it; its optimisation level holds if
     `optimization` is ALL. `cpus` pins the worker threads: it has one CPU per thread, the first of which belongs to the
     calling thread and is not used here (see `placement`). A library of kernels runs only if the options name it (see
     `with_library`). `profile`: the session writes a profile to a file whose name begins with this text.
@@ -207,8 +207,8 @@ def open_model(
     return OrtModel(session, options.intra_op_num_threads)
 
 
-# Threads that still load a model although they were told to end. ONNX Runtime checks that only between two passes of
-# its optimiser.
+# Threads that still load a model although they were told to end. ONNX Runtime looks for that request only between two
+# passes of its optimiser.
 _abandoned: list[Thread] = []
 # Seconds to wait for a thread that was told to end.
 _GRACE = 0.5
@@ -347,13 +347,13 @@ def _options(
 
 
 _loaded: dict[str, list[os.stat_result]] = {}
-"""For the path of each library: the files under this path that this process has loaded."""
+"""For each path of a library: the files that this process has loaded from this path, one after the other."""
 
 
 def load_library(options: ort.SessionOptions, library: str) -> None:
-    """Register a library of custom operators, even if another file had its name when it was loaded earlier.
+    """Register a library of custom operators, even if this process has loaded another file from the same path before.
 
-    Raises BackendError if the file was overwritten while it is loaded, and what ONNX Runtime raises.
+    Raises BackendError if the file has been overwritten since this process loaded it, and what ONNX Runtime raises.
     """
     if not os.path.isfile(library):  # the system's loader may find it elsewhere
         options.register_custom_ops_library(library)
@@ -365,8 +365,8 @@ def load_library(options: ort.SessionOptions, library: str) -> None:
         files.append(status)
     if (status.st_mtime_ns, status.st_size) != (files[number].st_mtime_ns, files[number].st_size):
         raise BackendError(f"{library}: was overwritten while this process uses it: start a new process")
-    # The system's loader knows files by their paths. A file that replaced another one gets another spelling of its
-    # path.
+    # The system's loader identifies files by their paths. So a file that has replaced another one is loaded by another
+    # spelling of its path.
     folder, name = os.path.split(path)
     options.register_custom_ops_library(os.path.join(folder, *["."] * (number + 1), name))
 

@@ -39,7 +39,7 @@ class Setup:
 
     @property
     def portable(self) -> bool:
-        """Whether all of it can be sent to another process."""
+        """Whether the whole setup can be sent to another process."""
         return self.session_options is None or isinstance(self.session_options, Mapping)
 
     def sample(self, index: int, turns: int | None) -> Sample:

@@ -1,5 +1,5 @@
-"""TVM as a backend. Graphs are lowered through Relax; their kernels are generated, and blocked by estimates or by
-tuning.
+"""TVM as a backend. Graphs are lowered through Relax, and their kernels are generated. The blocking of a kernel comes
+from estimated times or from tuning.
 
 Importing this module does not import TVM.
 """

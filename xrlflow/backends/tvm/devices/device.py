@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 60.0
 """Seconds that a device may take to load or run a model, including the network, before it counts as gone."""
-_START_SECONDS = 120.0  # to load TVM here
+_START_SECONDS = 120.0  # for loading TVM on this machine
 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A request to open the session. `threads`: the number of threads of kernels; None: as many as the device's server
-    has."""
+    """A request to open the session. `threads`: the number of threads of kernels; None: as many threads as the device's
+    server has."""
 
     remote: Remote
     threads: int | None
@@ -99,7 +99,7 @@ class _Trouble:
 class Device:
     """A session with a remote device. Use it in a `with` statement, or close it.
 
-    Here and in every use, DeviceError is raised if the tracker or the device does not answer.
+    The constructor and all methods raise DeviceError if the tracker or the device does not answer.
     """
 
     def __init__(self, remote: Remote, threads: int | None = None, *, patience: float = 0.0) -> None:
@@ -122,7 +122,7 @@ class Device:
         return RemoteModel(self, self._ask(_Load(os.fspath(path))), interface)
 
     def compare(self, models: Sequence[RemoteModel], feeds: Feeds, *, time_limit: float) -> Comparison:
-        """Time models on the device, in turns (see `interleave`). The seconds are those of the device's clock.
+        """Time models on the device, in turns (see `interleave`). Seconds are measured by the device's clock.
 
         The load by other programs on the device cannot be known, and counts as none. Raises DeviceError.
         """

@@ -87,7 +87,7 @@ def running(target: ExecutionTarget, path: str, model: TvmModel) -> Iterator[Com
 def compare_there(
     target: ExecutionTarget, models: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
 ) -> Comparison:
-    """Time models, saved at these paths, in turns on the remote device for up to `limit` seconds. Raises
+    """Time the models that are saved at these paths on the remote device, in turns, for up to `limit` seconds. Raises
     DeviceError."""
     assert target.remote is not None
     with Device(target.remote, target.machine.cores, patience=PATIENCE) as device:
@@ -96,7 +96,7 @@ def compare_there(
 
 
 def repeated(measured: Comparison) -> RepeatedComparison:
-    """A comparison of two models in one session as the record that reports have."""
+    """The record for reports that a comparison of two models in one session becomes."""
     assert measured.control is not None
     before, after = measured.latencies
     return RepeatedComparison(

@@ -1,4 +1,4 @@
-"""Finds softmax(f(q k)) v in a Relax function, and replaces its operators by one kernel."""
+"""Finds softmax(f(q k)) v (attention) in a Relax function, and replaces its operators by one kernel."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xrlflow.backends.tvm.toolchain.reading import operator, sizes, with_main
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 _FLOAT = "float32"
-# Rows of fewer vectors would mostly be an incomplete vector.
+# A row of scores has at least this many vectors. In shorter rows, an incomplete vector would be most of the row.
 _FEWEST_VECTORS = 2
 
 Match = tuple[Attention, Sequence[Any]]
-"""The computation, and the expressions of q, k, v and of the extras."""
+"""The computation, and the expressions of q, k, v and of the extra operands of its steps."""
 
 
 def fuse_attention(module: Any, machine: Machine) -> Any:
@@ -75,7 +75,8 @@ class _Reader:
         count(function.body.body)
 
     def matches(self) -> dict[Any, Match]:
-        """The matches, by the variable of their result, or of the transposed result if it is transposed afterwards."""
+        """The matches, by the variable of their result. If the result is only transposed afterwards, by the variable of
+        the transposed result."""
         matches: dict[Any, Match] = {}
         for variable, value in self._values.items():
             if operator(value) == "relax.matmul" and (match := self._attention(value)) is not None:
@@ -117,8 +118,8 @@ class _Reader:
         return workload, [q[1], k[1], v[1], *extras]
 
     def _reshaped(self, expression: Any) -> Any:
-        """The expression from which this one is a reshape that only changes the dimensions of the heads; otherwise this
-        one."""
+        """The operand of a reshape that only changes the dimensions of the heads; any other expression is returned as
+        it is."""
         value = self._own(expression)
         if value is None or operator(value) != "relax.reshape" or not _keeps_rows(value):
             return expression
@@ -139,14 +140,14 @@ class _Reader:
         return first, ScoreStep(operator(value), (None, number))
 
     def _own(self, expression: Any) -> Any | None:
-        """The call that computed an expression, if it is read once."""
+        """The call that computes an expression which is read once; None for other expressions."""
         return self._values.get(expression) if self._uses[expression] == 1 else None
 
     def _chain(
         self, expression: Any, scores: tuple[int, ...]
     ) -> tuple[Any, tuple[ScoreStep, ...], tuple[Any, ...]] | None:
-        """The product that computes the scores, the steps after it, and the extras of these steps; None if there is no
-        such chain. `scores`: the sizes of the scores."""
+        """The product that computes the scores, the steps after it, and the extra operands of these steps; None if the
+        expression is not computed so. `scores`: the dimensions of the scores."""
         value = self._own(expression)
         if value is None or sizes(expression, _FLOAT) != scores:
             return None
@@ -170,8 +171,9 @@ class _Reader:
         return None
 
     def _array(self, expression: Any) -> tuple[Array, Any] | None:
-        """How an operand is stored, and the expression that holds it. The operand may be its transposition, have other
-        dimensions for the heads, or be one of several tensors in it."""
+        """How an operand is stored, and the expression of the stored tensor; None for an operand that a kernel cannot
+        read. The operand may be the stored tensor itself, its transpose, a reshape that only changes the dimensions of
+        the heads, or one of several operands that are stacked in the tensor."""
         shape = sizes(expression, _FLOAT)
         if shape is None or len(shape) < 2:
             return None
@@ -180,7 +182,7 @@ class _Reader:
         return inner or (Array(shape, tuple(range(len(shape)))), expression)
 
     def _stored(self, call: Any, rank: int) -> tuple[Array, Any] | None:
-        """`_array` of a call that only reshapes, transposes or selects; None for any other call."""
+        """The result of `_array` for a call that only reshapes, transposes or selects; None for any other call."""
         name = operator(call)
         if name == "relax.reshape":
             return self._array(call.args[0]) if _keeps_rows(call) else None
@@ -199,7 +201,8 @@ class _Reader:
         ), holder
 
     def _selected(self, call: Any) -> tuple[Array, Any] | None:
-        """`_array` of one of several tensors, selected by a constant index."""
+        """The result of `_array` for a `take` that selects one of several stacked tensors by a constant index; None for
+        any other."""
         from tvm.ir import GenericConst
 
         shape, index = sizes(call.args[0], _FLOAT), call.args[1]
@@ -257,7 +260,7 @@ def _axes(rank: int, transposition: Any) -> list[int]:
 
 
 def _before_transposition(shape: tuple[int, ...], transposition: Any) -> Array:
-    """How an operand of this shape is stored if a transposition follows it."""
+    """How a tensor of this shape is stored if a kernel stores its transpose instead."""
     axes = _axes(len(shape), transposition)
     return Array(tuple(shape[a] for a in axes), tuple(axes.index(i) for i in range(len(shape))))
 

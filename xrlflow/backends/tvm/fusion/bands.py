@@ -1,5 +1,5 @@
 """Finds inverted residuals in a Relax function (a depthwise convolution with a pointwise one before it, after it, or
-both), and makes one kernel of each. The kernel computes one band of rows after the other."""
+both), and replaces each by one kernel. The kernel computes one block of rows (a band) after the other."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class _Match:
         )  # fmt: skip
 
     def operands(self, workload: ConvBlock, blocking: BandBlocking) -> list[Any]:
-        """The parameters of the kernel, without the result."""
+        """The arguments of the kernel but the result: the image, packed weights, and the extra operands of the
+        steps."""
 
         def wide(values: Sequence[Any]) -> list[Any]:
             return [constant(by_channel(value.value.numpy(), workload, blocking)) for value in values]
@@ -102,8 +103,8 @@ def _matrix(weights: Any) -> Any:
 
 
 def fuse_bands(module: Any, machine: Machine, algorithms: Algorithms = DEFAULT) -> Any:
-    """The module with one kernel for each inverted residual in "main" that gains by it, according to measurements or to
-    the estimate."""
+    """The module with one kernel for each inverted residual in "main" for which one kernel is faster than separate
+    kernels, as measured or as estimated."""
     if not algorithms.blocks:
         return module
     main = module["main"]
@@ -129,7 +130,8 @@ def _replacement(match: _Match, blocking: BandBlocking) -> Replacement:
 def _matches(
     function: Function, machine: Machine, choose: Callable[[ConvBlock], BandBlocking | None]
 ) -> list[tuple[_Match, BandBlocking]]:
-    """Inverted residuals that `choose` gives a blocking, with these blockings. No two of them share an operator."""
+    """The inverted residuals for which `choose` returns a blocking, each with its blocking. No two of them share an
+    operator."""
     pointwise: dict[Any, _Convolution] = {}
     """1x1 convolutions by their last variable."""
     for variable, call in function.values.items():
@@ -155,7 +157,8 @@ def _matches(
 
 
 def _projection(function: Function, depthwise: _Convolution, used: set[Any]) -> _Convolution | None:
-    """The 1x1 convolution that reads the result of a depthwise one, if nothing else reads it."""
+    """The 1x1 convolution that reads the result of a depthwise convolution; None if another operator reads this result,
+    too."""
     reader = function.reader(depthwise.followed.last)
     call = None if reader is None or reader in used else function.values[reader]
     if call is None or not _is_pointwise(call) or call.args[0] != depthwise.followed.last:

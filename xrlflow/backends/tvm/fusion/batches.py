@@ -1,5 +1,5 @@
-"""Finds batches of many small matrix products in a Relax function, and makes one kernel of each and of the steps that
-follow it."""
+"""Finds batches of many small matrix products in a Relax function, and replaces each batch, with the element-wise steps
+that follow it, by one kernel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# The second matrix may have this many bytes: rows of the first one also have to fit in a first-level cache of 32 KB.
+# The second matrix of a product may have at most this many bytes: rows of the first one also have to fit in a
+# first-level cache of 32 KB.
 _BYTES = 16 << 10
-# A product may have this many terms. More terms would be summed in chunks, which this kernel does not do.
+# A sum may have at most this many terms. More terms would have to be summed in chunks, which this kernel does not do.
 _TERMS = 128
-# At least so many products for each core, so that cores finish together; and at least so many rows of a product.
+# A batch has at least this many products for each core, so that cores finish together, and at least this many rows in a
+# product.
 _PRODUCTS, _ROWS = 4, 4
 
 
@@ -30,8 +32,8 @@ def fuse_batches(module: Any, machine: Machine) -> Any:
 
 
 def _replacements(function: Function, machine: Machine) -> dict[Any, Replacement]:
-    """Batches of small products with their kernels. A batch is left to TVM if an operator follows that only TVM can
-    fuse with it."""
+    """The kernels of the batches of small products, by the variable that each computes. A batch stays with TVM if it is
+    followed by an operator that only TVM can fuse with it."""
     replacements: dict[Any, Replacement] = {}
     used: set[Any] = set()
     for variable, call in function.values.items():

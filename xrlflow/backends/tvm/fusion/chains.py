@@ -18,13 +18,13 @@ _PATTERN = "op_pattern"
 _REDUCTION = (
     3  # relax's OpPatternKind: functions up to this one are fused with the computation of their operands
 )
-# The greatest number of terms of an expression. It takes 1 to 3 seconds to compile (Zen 3).
+# The greatest number of terms of an expression. Such an expression takes 1 to 3 seconds to compile (Zen 3).
 _MAX_TERMS = 8192
-# How many times longer a function of an expression takes to compile than the expression. Measured by depth: four nested
-# exp, or five nested tanh, take as long as 2^12 products.
+# For each function: how many times longer f(expression) takes to compile than the expression. Measured by nesting: four
+# nested exp, or five nested tanh, take as long as 2^12 products.
 _GROWTH = {"exp": 12, "sigmoid": 8, "tanh": 5, "erf": 5}
 _CHOICE = 3  # Select: TVM's simplification visits each of its parts several times
-_OTHERS = 16  # functions of the C library, which are called for each lane of a vector
+_OTHERS = 16  # for functions of the C library, which are called for each lane of a vector
 
 
 def cut_chains(module: Any) -> Any:
@@ -50,7 +50,7 @@ def cut_chains(module: Any) -> Any:
 
 
 def _called(module: Any, value: Any) -> Any | None:
-    """The function that a call computes, if it may be fused with what computes its operands; None for other values."""
+    """The function that a value calls, if it may be fused with the kernels of its operands; None for other values."""
     from tvm import relax
 
     if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.call_tir":
@@ -65,7 +65,8 @@ def _pattern(function: Any) -> int:
 
 
 def _in_memory(bindings: Sequence[Any], calls: Mapping[Any, Any], result: Any) -> set[Any]:
-    """Variables that are in memory in any case: results, and operands of other kernels."""
+    """Variables that are written to memory in any case: results of the module, and operands of kernels that are not
+    fused."""
     from tvm import relax
 
     variables: set[Any] = set()
@@ -82,7 +83,7 @@ def _in_memory(bindings: Sequence[Any], calls: Mapping[Any, Any], result: Any) -
 
 
 def _with_own_kernels(module: Any, variables: set[Any]) -> Any:
-    """The module in which each of these variables of "main" is computed by an opaque function, which is never fused."""
+    """The module in which opaque functions compute these variables of "main". Opaque functions are never fused."""
     from tvm import ir, relax
 
     builder, main = relax.BlockBuilder(module), module["main"]
@@ -124,7 +125,8 @@ def _statements(statement: Any) -> Iterator[Any]:
 
 
 class _Terms:
-    """Counts the terms of expressions. `buffers`: the number of terms of an element of each buffer (of others: one)."""
+    """Counts the terms of expressions. `buffers`: the number of terms of an element of each buffer; elements of other
+    buffers have one term."""
 
     def __init__(self, buffers: Mapping[Any, float]) -> None:
         self._buffers = buffers

@@ -1,7 +1,7 @@
 """Checks that indices are within bounds.
 
-A module carries its checks. Those of constants are done when the module is compiled, the others at each run.
-`lowering.bounds` adds checks to a module.
+A module carries its checks as an attribute. Constant indices are checked when the module is compiled, other indices at
+each run. `lowering.bounds` adds checks to a module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ATTRIBUTE = "xrlflow.checks"
 class Check:
     """All numbers of one tensor must be from `low` to `high`.
 
-    `text`: the parts of the message for a number outside, which stands between two of them.
+    `text`: the parts of the error message. A number outside the bounds is written between two of the parts.
     """
 
     text: tuple[str, ...]
@@ -28,7 +28,7 @@ class Check:
     high: int
 
     def trouble(self, least: int, greatest: int) -> str | None:
-        """The error message for a tensor whose numbers are from `least` to `greatest`; None if all are within the
+        """The error message for a tensor whose least and greatest number are these; None if both are within the
         bounds."""
         if self.low <= least and greatest <= self.high:
             return None
@@ -50,7 +50,7 @@ def checks_of(module: Any) -> tuple[Check, ...]:
 
 
 def checks_from(stored: Iterable[Mapping[str, Any]]) -> tuple[Check, ...]:
-    """The checks of a list from a JSON document."""
+    """The checks that a list from a JSON document describes."""
     return tuple(Check(tuple(c["text"]), int(c["low"]), int(c["high"])) for c in stored)
 
 
@@ -70,7 +70,8 @@ def ends_of(array: Any) -> Any:
 
 
 def check_constants(module: Any) -> Any:
-    """The module, after the checks of those tensors that became constants. Raises BackendError if one fails."""
+    """Check those tensors that have become constants, and return the module unchanged. Raises BackendError if a check
+    fails."""
     from tvm import relax
     from tvm.ir import GenericConst
 

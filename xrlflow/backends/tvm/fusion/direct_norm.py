@@ -1,5 +1,5 @@
-"""Finds depthwise convolutions followed by a normalisation of their channels in a Relax function, and makes one kernel
-of each pair."""
+"""Finds depthwise convolutions followed by a normalisation of their channels in a Relax function, and replaces each
+pair by one kernel."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def use_direct_norm(module: Any, machine: Machine) -> Any:
 
 
 def _normalised(function: Function, machine: Machine) -> dict[Any, Replacement]:
-    """The kernels, by the variable of a normalisation that alone reads a depthwise convolution, or the steps after
-    one."""
+    """The kernels, by the variable of the normalisation. This must be the only reader of the depthwise convolution, or
+    of the last step after it."""
     replacements: dict[Any, Replacement] = {}
     for variable, call in function.values.items():
         workload = convolution_of(call) if operator(call) == "relax.nn.conv2d" else None

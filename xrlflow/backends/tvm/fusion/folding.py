@@ -14,7 +14,7 @@ _KINDS = frozenset({"bool", "float16", "float32", "float64", "int8", "int16", "i
 
 
 def fold_moves(module: Any) -> Any:
-    """The module in which reshaped and transposed constants of "main" are constants."""
+    """The module in which constants replace those expressions of "main" that only reshape or transpose constants."""
     return with_calls(module, _folded)
 
 

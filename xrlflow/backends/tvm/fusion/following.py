@@ -16,7 +16,7 @@ from xrlflow.backends.tvm.toolchain.reading import constant, operator, sizes
 @dataclass(frozen=True, slots=True)
 class Followed:
     """Steps after an operator. `extras`: the expressions of their extra operands. `inside`: the variables of the
-    operator and of the steps, of which other operators read only `last`."""
+    operator and of the steps. Operators outside read only the variable `last`."""
 
     steps: tuple[Step, ...]
     extras: tuple[Any, ...]
@@ -48,13 +48,14 @@ class Function:
         self._order = {v: i for i, v in enumerate(self.values)}
 
     def reader(self, variable: Any) -> Any | None:
-        """The variable that is computed from this one, if there is one only and it uses this one once."""
+        """The only variable that is computed from this one; None if several are, or if it uses this one more than
+        once."""
         readers = self._readers[variable]
         return readers[0] if self.uses[variable] == len(readers) == 1 else None
 
     def followed(self, variable: Any, excluded: Collection[Any] = (), by_channel: bool = False) -> Followed:
         """The longest sequence of steps after a variable whose intermediate results no other operator reads. Variables
-        in `excluded` cannot be steps.
+        in `excluded` are not used as steps.
 
         `by_channel`: only steps whose further operands are numbers, or one number for each channel.
         """
@@ -88,8 +89,8 @@ class Function:
                 pending.update(self._readers[first])
 
     def _step(self, variable: Any, numbered: Mapping[Any, int], out: Any) -> tuple[Step, list[Any]] | None:
-        """The step that computes a variable from the `numbered` ones, and the expressions of its extras; None if it is
-        not a step."""
+        """The step that computes a variable, and the expressions of its extra operands; None if no kernel supports it
+        as a step. `numbered`: the number of each earlier result that it may read. `out`: the shape of the results."""
         call = self.values[variable]
         if operator(call) not in STEPS or sizes(call, FLOAT) != out:
             return None

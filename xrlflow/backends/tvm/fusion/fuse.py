@@ -1,4 +1,4 @@
-"""The passes between import and schedules, in their order, among them those that use generated kernels."""
+"""Lists the passes between import and schedules in their order. Some of them replace operators by generated kernels."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LAYOUTS = {
     "relax.nn.conv3d_transpose": ["NCDHW", "IODHW"],
 }
 """Channels last, for convolutions: the channels of a pixel are the columns of a product, and an output row is a row of
-tiles. TVM has no transposed convolution of that layout. These are listed with their own layout, since TVM would convert
-them otherwise."""
+tiles. TVM has no transposed convolution of that layout. Transposed convolutions are listed with the layout that they
+have already, since TVM would convert them otherwise."""
 
 # Depthwise convolutions whose rows have fewer pixels are faster with channels last.
 _SHORT_ROW = 16
@@ -44,9 +44,9 @@ def fuse(
 ) -> Any:
     """Apply layouts, constant folding and fusion. Afterwards the Relax function only calls primitive functions.
 
-    `channels_last`: whether images have this layout; None: if convolutions of the module gain by it. `algorithms`:
-    those that layers and inverted residuals may use; `layers.chosen_in` says which ones they got. Raises BackendError
-    if TVM refuses the module.
+    `channels_last`: whether images have this layout; None: only if convolutions of the module are faster so.
+    `algorithms`: those that layers and inverted residuals may use; `layers.chosen_in` returns the chosen ones. Raises
+    BackendError if TVM refuses the module.
     """
     keep_layouts()
     with answering("compile", module):
@@ -83,10 +83,10 @@ def passes(machine: Machine, channels_last: bool | None, algorithms: Algorithms)
 
 
 def _gains_from_channels_last(module: Any) -> bool:
-    """Whether there is a convolution that sums over channels, or one with short rows.
+    """Whether a module has a convolution that sums over channels, or a convolution with short rows.
 
-    Without any, channels first are faster than two conversions between layouts (1.1 to 5 times for rows of 17 and more
-    pixels; at 14 and 7 it was 0.9 and 0.3).
+    If it has neither, channels first are faster than channels last with two conversions between the layouts (1.1 to 5
+    times as fast for rows of 17 and more pixels, but 0.9 times for 14 and 0.3 times for 7 pixels).
     """
     from tvm import relax
 

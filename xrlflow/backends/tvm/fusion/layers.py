@@ -42,10 +42,11 @@ _LAYOUTS = {
     "relax.nn.conv2d": ("NHWC", "HWIO"),
     "relax.nn.conv3d": ("NDHWC", "DHWIO"),
 }
-# A kernel of our own gains if it has this many rows. Any kernel reads one row as fast as memory allows. With more rows,
-# tiles use weights often enough while these are in the second-level cache.
+# A generated kernel is faster than TVM's tiles for these numbers of rows. With one row, any kernel reads weights as
+# fast as memory allows. With more rows than these, tiles use weights often enough while they are in the second-level
+# cache.
 _ROWS = range(2, 257)
-# Bytes. Smaller weights stay in the first-level cache with any kernel.
+# The least bytes of weights for a generated kernel. Smaller weights stay in the first-level cache with any kernel.
 _LEAST_WEIGHTS = 128 << 10
 _WEIGHTED = frozenset(
     f"relax.{name}" for name in ("nn.conv1d", "nn.conv2d", "nn.conv3d", "nn.conv2d_transpose", "matmul")
@@ -66,8 +67,8 @@ class Match:
 
 
 def choose_kernels(module: Any, machine: Machine, algorithms: Algorithms) -> Any:
-    """The module with a generated kernel for each layer of "main" that is faster by one. The others stay TVM's
-    tiles."""
+    """The module with a generated kernel for each layer of "main" for which that is the best choice. Other layers keep
+    TVM's loops in tiles."""
     tvm()
     main = module["main"]
     matches = _matches(Function(main))
@@ -122,8 +123,8 @@ def _layers(function: Any) -> int:
 
 
 def _options(match: Match, machine: Machine) -> list[AlgorithmOption]:
-    """The algorithms for a layer, the plain one first. The cost is infinite for those without an estimate. Algorithms
-    are left out if their error is unknown, or large in one channel."""
+    """The algorithms for a layer, the plain one first. The cost is infinite for those without an estimate. An algorithm
+    is left out if its rounding error is unknown, or large in one channel."""
     workload, costs = match.workload, estimates(match.workload, machine)
     first = next(iter(costs))
     options = [AlgorithmOption(first, costs[first])]
@@ -138,7 +139,7 @@ def _options(match: Match, machine: Machine) -> list[AlgorithmOption]:
 
 
 def _replacement(match: Match, option: AlgorithmOption, machine: Machine) -> Replacement | None:
-    """The kernel of an option; None if Relax's fusion gives that kernel anyway."""
+    """The kernel of an option; None if Relax's fusion yields this kernel anyway."""
     workload = match.workload
     if option.algorithm is Algorithm.TILES:
         return None if option.blocking is None else _tiled(match, option, machine)

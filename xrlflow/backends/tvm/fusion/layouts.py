@@ -1,4 +1,4 @@
-"""Removes transpositions that Relax's change of layouts leaves.
+"""Removes the unnecessary transpositions that Relax's change of layouts inserts.
 
 Relax transposes an image back before operators for which it has no other layout, also before some that could have one.
 Here a transposition moves behind an operator if it meets its inverse there, even if other operators read the values,
@@ -41,13 +41,14 @@ _SEVERAL = frozenset(
 ELEMENTWISE = _ONE | _SEVERAL
 _REDUCTIONS = frozenset({"relax.mean", "relax.sum", "relax.max", "relax.min"})
 _STRUCTURAL = frozenset({"relax.nn.pad", "relax.broadcast_to", "relax.concat", *_POOLS, *_REDUCTIONS})
-# An operand that is not transposed is transposed in addition if it has at most this part of the result's elements.
+# So that a transposition can move, another operand is transposed in addition if it has at most this part of the
+# result's elements.
 _SMALL = 1 / 16
 _LIKE = {"nn.leakyrelu": "nn.relu", "clip": "nn.relu"}
 
 
 def keep_layouts() -> None:
-    """Tell Relax which operators keep layouts, for those where it has no such rule."""
+    """Register with Relax which operators work in any layout, for operators without such a rule in Relax."""
     from tvm.ir import Op, register_op_attr
 
     for name, like in _LIKE.items():
@@ -58,7 +59,7 @@ def keep_layouts() -> None:
 
 def counted_axes(module: Any) -> Any:
     """The module in which negative axes of "main" are replaced by positive ones. Relax's change of layouts takes a
-    negative axis of a squeeze for a large number, and reads foreign memory."""
+    negative axis of a squeeze for a large number, and reads memory outside its lists."""
 
     def replace(call: Any, builder: Any) -> Any | None:
         from tvm import relax
@@ -136,8 +137,8 @@ def _inverse(axes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _useful(main: Any) -> Mapping[Any, frozenset[tuple[int, ...]]]:
-    """For each variable the transpositions that would meet their inverse behind it, or behind operators that read
-    it."""
+    """For each variable, the transpositions that would meet their inverse if they were applied to the variable:
+    directly, or after the operators that read it."""
     from tvm import relax
 
     bindings = [b for block in main.body.blocks for b in block.bindings]
@@ -181,8 +182,8 @@ def _transposition_of(operand: Any, builder: Any) -> Any | None:
 
 
 def _before_transposition(call: Any, axes: tuple[int, ...], builder: Any) -> Any | None:
-    """The call on its operands before they were transposed by `axes`. Transposed by `axes`, its result is that of the
-    call. None if that is not possible, or if no operand is transposed by `axes`."""
+    """The same operator on the operands before their transposition by `axes`. Its result, transposed by `axes`, equals
+    the result of the call. None if there is no such call, or if no operand is transposed by `axes`."""
     make = _MOVED.get(operator(call))
     shape = sizes(call)
     if make is None or shape is None or len(shape) != len(axes):
@@ -200,8 +201,8 @@ def _before_transposition(call: Any, axes: tuple[int, ...], builder: Any) -> Any
 
 
 def _small(operand: Any, result: Sequence[int], axes: Sequence[int], builder: Any) -> Any | None:
-    """A constant or a small operand as `_before_transposition` needs it: with the dimensions of the result, transposed
-    by the inverse of `axes`. None for larger operands."""
+    """A constant or a small operand, expanded to the dimensions of the result and transposed by the inverse of `axes`,
+    as `_before_transposition` needs it. None for larger operands."""
     from tvm import relax
     from tvm.ir import GenericConst
 

@@ -1,5 +1,5 @@
-"""Sizes in a Relax module that are not known when it is compiled. Kernels would read beyond their inputs, and TVM
-raises other errors."""
+"""Finds sizes in a Relax module that are not known when it is compiled. With such sizes, kernels would read beyond
+their inputs, and TVM raises errors that do not name the cause."""
 
 from __future__ import annotations
 

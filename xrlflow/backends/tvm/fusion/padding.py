@@ -1,9 +1,9 @@
 """Pads sizes that tiles do not divide: products and convolutions compute a little more, and the result is cropped.
 
 - Weights get columns of zeros, when the model is compiled, if the number of columns is not a multiple of a vector.
-  Otherwise a product with 50,257 columns, or a convolution to 255 channels, would be computed element by element.
-- Convolutions whose rows have a prime number of pixels (17, 71, 149) get a few more at the right. With a tile of one
-  row, the multipliers would wait for operands half of the time.
+Otherwise a product with 50,257 columns, or a convolution to 255 channels, would be computed element by element.
+- Convolutions whose rows have a prime number of pixels (17, 71, 149) get a few more pixels at the right. Otherwise only
+tiles of one row would fit, and the multipliers would wait for operands half of the time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from xrlflow.backends.tvm.schedules.ratings import Grid, rated_tiles
 from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, with_calls
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# The padded number of columns may be this many times the least number that vectors divide.
+# The padded number of columns may be at most this many times the least number that vectors divide.
 _MORE_COLUMNS = 1.05
 _FEW_VECTORS = 3
-# Longer rows must be estimated to be `_GAIN` times faster, and may be `_MORE_PIXELS` times as long.
+# Rows are made longer if the kernel is estimated to be `_GAIN` times faster, and at most `_MORE_PIXELS` times as long.
 _GAIN, _MORE_PIXELS = 1.15, 1.15
-# To copy a vector of an image (or one channel of a pixel, if vectors do not divide the channels) takes as long as this
-# many multiply-adds of vectors: padding a photograph took longer than its first convolution (measured).
+# The time to copy a vector of an image (or one channel of a pixel, if vectors do not divide the channels), in
+# multiply-adds of vectors. Padding a photograph took longer than its first convolution (measured).
 _COPY = 8
 _ELEMENTWISE = 0  # relax's OpPatternKind: such a function may be fused with the product before it
 
@@ -64,9 +64,10 @@ def padded_columns(columns: int, lanes: int, in_halves: bool = False) -> int:
     """The number of columns to compute: a multiple of several vectors, if that is hardly more than a multiple of one
     vector.
 
-    `in_halves`: see `Machine`. On such machines, a few columns that half vectors divide are not padded: 24 take 0.86 to
-    0.78 of the time of 32 (measured on Zen 4; 88 and 1,000 do not). On others, only a single half vector is not padded:
-    24 columns took 1.45 to 1.8 times as long as 32, and 40 1.65 times as long as 48 (measured on Zen 5).
+    `in_halves`: see `Machine`. On such machines, small numbers of columns that half vectors divide are not padded: 24
+    columns take 0.86 to 0.78 of the time of 32 (measured on Zen 4; this does not hold for 88 and 1,000 columns). On
+    other machines, only a single half vector is not padded: 24 columns took 1.45 to 1.8 times as long as 32, and 40
+    1.65 times as long as 48 (measured on Zen 5).
     """
     if columns % lanes == 0 or columns == 1:
         return columns
@@ -95,7 +96,8 @@ class Rows:
 
 
 def padded_width(rows: Rows, columns: int, row_stride: int, reduction: int, machine: Machine) -> int:
-    """The number of pixels in a row to compute: the one with the least estimated time, if the gain is clear."""
+    """The number of pixels in a row to compute: the number with the least estimated time, if it is clearly faster than
+    the present `rows.width`."""
 
     def steps(pixels: int, tiled: int) -> float:
         """The multiply-adds of vectors that take as long as rows of this many pixels. `tiled`: the number of pixels

@@ -1,4 +1,4 @@
-"""How passes are named and applied. `XRLFLOW_DUMP=FOLDER` writes the module after each."""
+"""Names and applies passes. With `XRLFLOW_DUMP=FOLDER`, the module after each pass is written into that folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def applied(title: str, module: Any, passes: Sequence[Pass], machine: Machine) -
     """The module after all passes.
 
     If `XRLFLOW_DUMP` is a folder, the module is written as TVMScript into a new folder in it (`title-1`, `title-2`,
-    ...), before all passes and after each. Raises BackendError if that is not possible.
+    ...), before all passes and after each pass. Raises BackendError if a file cannot be written.
     """
     write = _writer(title)
     write("before", module)

@@ -13,8 +13,8 @@ from xrlflow.backends.tvm.toolchain.reading import with_main
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A kernel that computes a variable. Kernels of the same `key` are one function, which `make` creates, with the
-    name `name`. `read` returns the expressions that the kernel reads; `shape` is that of its result."""
+    """A kernel that computes a variable. Replacements with the same `key` share one function, which `make` creates and
+    whose name is `name`. `read` returns the expressions that the kernel reads; `shape` is that of its result."""
 
     name: str
     key: Hashable

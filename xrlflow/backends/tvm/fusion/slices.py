@@ -25,7 +25,7 @@ _OPAQUE = 8  # relax's OpPatternKind: never fused
 # Elements. Smaller tensors are concatenated in a kernel, fused with the operators before and after: several calls take
 # longer.
 _LEAST = 4096
-# Parts that are computed by these are copied anyway, and together with other such parts.
+# A part that one of these operators computes is copied anyway. It is copied together with other such parts.
 _MOVES = frozenset(
     f"relax.{name}"
     for name in ("strided_slice", "dynamic_strided_slice", "split", "permute_dims", "reshape", "expand_dims")
@@ -35,8 +35,8 @@ _MOVES = frozenset(
 
 def separate(module: Any) -> Any:
     """The module in which concatenations of "main" have a kernel of their own, if at least half of their elements are
-    computed, and not only moved. Without it they would be fused, and the kernel would search all parts for each
-    element."""
+    computed, and not only moved. Without a kernel of its own, a concatenation would be fused with its reader, which
+    would search all parts for each element."""
 
     def replace(call: Any, builder: Any) -> Any | None:
         from tvm import relax, topi
@@ -81,7 +81,7 @@ class Slice:
 
 def in_place(module: Any, machine: Machine) -> Any:
     """The module without concatenations. "main" must be a list of allocations and calls, as Relax's pass CallTIRRewrite
-    makes it, and the kernels must be scheduled."""
+    returns it, and the kernels must be scheduled."""
     from tvm import relax
 
     if not any(_AXIS in (function.attrs or {}) for function in module.functions.values()):
@@ -116,7 +116,7 @@ class _Steps:
         self._result = result
         self._kernels_on_slices: dict[
             Any, Any
-        ] = {}  # the names of kernels on slices, or None, by kernel, parameters and slice
+        ] = {}  # the names of kernels on slices (None: impossible), by kernel, parameters and slice
 
     def copy_parts(self, machine: Machine) -> list[_Copy]:
         """Replace each concatenation by copies of its parts, and return these copies."""
@@ -141,7 +141,7 @@ class _Steps:
         return copies
 
     def remove(self, copy: _Copy) -> None:
-        """Make the copied tensor a slice of the concatenated one for all kernels that use it, so that the copy can go.
+        """Make the copied tensor a slice of the concatenated one for all kernels that use it, and remove the copy.
 
         The copy stays if that is not possible, or if the tensor has become a slice of another tensor already.
         """
@@ -198,7 +198,7 @@ class _Steps:
         self, changed: Mapping[int, Any], tensors: Mapping[Any, int], tensor: int, whole: Any
     ) -> None:
         """Replace calls (`changed`, by index of the binding), and remove a tensor that has become a slice of `whole`.
-        The allocation of `whole` moves to the first of both."""
+        The allocation of `whole` moves to the earlier of both allocations."""
         from tvm import relax
 
         whole_tensor = tensors[whole]
