@@ -1,4 +1,4 @@
-"""The rule library: a module for each kind of operator. `LIBRARY` holds every rule that one declares."""
+"""The rule library: one module for each kind of operator. `LIBRARY` holds the rules of all modules."""
 
 from rewrite_rules import (
     activation,

@@ -6,10 +6,11 @@ the output is a group of digits, and each digit adds a number to the address:
 
     address(digits) = offset + sum of digit_k * step_k        (or values_k[digit_k] for irregular steps)
 
-Addresses count the elements of the source without its symbolic dimensions. These have digits of their own, which are
-only carried along. Every operator is a small change of the digits: a Reshape groups them in another way, a Transpose
-reorders the groups, a Slice multiplies steps and moves the offset, an Expand adds a digit of step 0, a Concat appends
-lists of addresses. Several sources lie far apart in the address space, and so does the number that a Pad fills in.
+Addresses count the elements of the source without its symbolic dimensions. The symbolic dimensions have digits of their
+own, which operators only carry along. Every operator is a small change of the digits: a Reshape groups them in another
+way, a Transpose reorders the groups, a Slice multiplies steps and moves the offset, an Expand adds a digit of step 0, a
+Concat appends lists of addresses. Several sources lie far apart in the address space, and so does the number that a Pad
+fills in.
 
 `plans` is the inverse: it turns a map into operators.
 """
@@ -26,22 +27,23 @@ from operator import mul
 
 from xrlflow.rewrite import Refused
 
-# The longest dimension written out as a list of addresses; the most indices of a Gather.
+# The longest dimension that is written out as a list of addresses; also the most indices of a Gather.
 LONGEST, MOST_INDICES = 4096, 1024
-# The distance between the addresses of two sources; the lowest address that means the number of a Pad.
+# The distance between the first addresses of two sources, and the lowest address that stands for the number of a Pad.
 _APART, FILL = 1 << 44, 1 << 60
 
 
 class Unmappable(Refused):
-    """Raised for an operator or a result that a map cannot express; the message says why."""
+    """Raised for an operator or a result that a map cannot express. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """One digit of an output position: it has `size` values, each `step` addresses after the one before.
+    """One digit of an output position: it has `size` values, and each adds `step` more to the address than the one
+    before.
 
-    `values` lists irregular addends (the first is 0). A digit with a `name` is a whole symbolic dimension of the
-    source: `step` is its axis there, and its size counts as 1.
+    `values` lists irregular numbers to add (the first is 0). A digit with a `name` is a whole symbolic dimension of the
+    source: then `step` is the source's axis, and the size counts as 1.
     """
 
     size: int
@@ -51,29 +53,29 @@ class Digit:
 
     @property
     def offsets(self) -> Sequence[int]:
-        """The number that each value adds to the address."""
+        """The numbers that the digit's values add to the address."""
         if self.name:
             raise Unmappable("a symbolic dimension is taken apart")
         return self.values or [i * self.step for i in range(self.size)]
 
     @property
     def repeats(self) -> bool:
-        """Whether all values address the same elements."""
+        """Whether all values of the digit address the same elements."""
         return not self.name and not self.step and not any(self.values)
 
     @property
     def reach(self) -> tuple[int, int]:
-        """The least and the greatest number that it adds to the address."""
+        """The least and the greatest number that the digit adds to the address."""
         ends = self.values or (0, (self.size - 1) * self.step)
         return min(ends), max(ends)
 
     @property
     def common(self) -> int:
-        """The greatest common divisor of the numbers that it adds."""
+        """The greatest common divisor of the numbers that the digit adds to the address."""
         return gcd(*self.values) if self.values else abs(self.step)
 
     def split(self, inner: int) -> tuple[Digit, Digit]:
-        """This digit as two digits; the inner one has `inner` values."""
+        """The digit as two digits, of which the inner one has `inner` values."""
         if self.name:
             raise Unmappable("a symbolic dimension is taken apart")
         outer = self.size // inner
@@ -89,7 +91,7 @@ Dims = tuple[tuple[Digit, ...], ...]
 
 
 def _one(values: Sequence[int]) -> Digit:
-    """A digit that adds these numbers. There are at least two, and the first is 0."""
+    """A digit that adds these numbers to the address. There are at least two, and the first is 0."""
     step = values[1]
     if all(v == i * step for i, v in enumerate(values)):
         return Digit(len(values), step)
@@ -120,7 +122,7 @@ def merged(digits: Sequence[Digit]) -> tuple[Digit, ...]:
 
 
 def offsets_of(digits: Sequence[Digit]) -> list[int]:
-    """The numbers that all combinations of the digits' values add to the address. Refuses more than LONGEST."""
+    """The numbers that all combinations of the digits' values add to the address. Refuses more than LONGEST of them."""
     if size_of(digits) > LONGEST:
         raise Unmappable("a dimension is too long")
     out = [0]
@@ -130,7 +132,7 @@ def offsets_of(digits: Sequence[Digit]) -> list[int]:
 
 
 def factored(values: Sequence[int]) -> tuple[Digit, ...]:
-    """Digits that together add these numbers, relative to the first one; regular digits as far as possible."""
+    """Digits that together add these numbers, relative to the first one. They are regular as far as possible."""
     out: list[Digit] = []
     while len(values) > 1:
         inner = next(b for b in integers(2) if len(values) % b == 0 and _repeats(values, b))
@@ -140,7 +142,7 @@ def factored(values: Sequence[int]) -> tuple[Digit, ...]:
 
 
 def _repeats(values: Sequence[int], block: int) -> bool:
-    """Whether all blocks of this length are equal, relative to their first numbers."""
+    """Whether all blocks of this length are equal if each is taken relative to its first number."""
     first = values[0]
     return all(
         values[i + k] - values[i] == values[k] - first
@@ -154,13 +156,15 @@ def _is_symbol(digit: Digit, symbol: Digit) -> bool:
 
 
 class _Stock:
-    """A sequence of digits that are taken from either end."""
+    """A sequence of digits from which digits are removed at either end."""
 
     def __init__(self, digits: Sequence[Digit]) -> None:
         self.digits = list(digits)
 
     def take(self, request: int | Sequence[Digit], front: bool) -> tuple[Digit, ...]:
-        """Take digits for `request` elements, or for as many as the given digits have, from the front or the back."""
+        """Remove digits from the front or the back and return them: digits for `request` elements, or for as many
+        elements as the given digits have.
+        """
         digits_: list[Digit] = []
         if isinstance(request, int):
             self._elements(request, front, digits_)
@@ -196,7 +200,7 @@ class _Stock:
 
 @dataclass(frozen=True, slots=True)
 class AccessMap:
-    """Where the elements of a tensor are in its sources (see the module's docstring).
+    """For each element of a tensor, where it is in the tensor's sources (see the module's docstring).
 
     `dims`: the digits of each dimension, outermost first. `filled`: axes of symbolic dimensions that cannot be 0,
     because an operator of the chain would fail.
@@ -208,7 +212,7 @@ class AccessMap:
 
     @staticmethod
     def source(shape: Sequence[int | str], number: int = 0) -> AccessMap:
-        """The map of a source itself; `number` tells sources apart. Refuses dimensions of 0."""
+        """The map of a source itself. `number` distinguishes several sources. Refuses dimensions of 0."""
         dims: list[tuple[Digit, ...]] = []
         step = 1
         for axis in range(len(shape) - 1, -1, -1):
@@ -239,7 +243,7 @@ class AccessMap:
 
     @property
     def only_source(self) -> int | None:
-        """The number of the only source; None if there are several, or a Pad fills in numbers."""
+        """The number of the source if there is only one; None if there are several, or a Pad fills in numbers."""
         low, high = self.reach
         return low // _APART if low // _APART == high // _APART and high < FILL // 2 else None
 
@@ -256,7 +260,7 @@ class AccessMap:
         return self.dims[axis]
 
     def _with(self, axis: int, *dims: tuple[Digit, ...], offset: int = 0) -> AccessMap:
-        """The map with `dims` (any number) in the place of one dimension."""
+        """The map with `dims` (any number of dimensions) instead of one dimension."""
         return replace(
             self, dims=(*self.dims[:axis], *dims, *self.dims[axis + 1 :]), offset=self.offset + offset
         )
@@ -287,7 +291,7 @@ class AccessMap:
             if stock.digits:
                 raise Unmappable("the number of elements changes")
             return replace(self, dims=tuple(head))
-        # A Reshape cannot infer a dimension if another one is 0: it would fail.
+        # If one dimension is inferred and another is 0, a Reshape fails; so the copied dimensions cannot be 0.
         return replace(
             self, dims=(*head, tuple(stock.digits), *tail[::-1]), filled=self.filled | frozenset(copied)
         )
@@ -298,7 +302,7 @@ class AccessMap:
         return replace(self, dims=tuple(self.dims[p] for p in perm))
 
     def squeeze(self, axes: Sequence[int] | None) -> AccessMap:
-        """Remove the given dimensions of 1, or all."""
+        """Remove the given dimensions of size 1, or all such dimensions."""
         if axes is None:
             if any(d.name for d in self.digits):
                 raise Unmappable("a symbolic dimension may be 1")
@@ -316,7 +320,9 @@ class AccessMap:
         return self._joined(range(axis), range(axis, len(self.dims)))
 
     def slice(self, axis: int, start: int, count: int, step: int) -> AccessMap:
-        """`count` positions from `start` on, `step` apart; the caller has clamped them."""
+        """Take `count` positions from `start` on, with distance `step`. The caller has clamped them to the
+        dimension.
+        """
         dim = self._at(axis)
         if count < 1:
             raise Unmappable("a dimension is 0")
@@ -334,7 +340,7 @@ class AccessMap:
         return self._with(axis, factored(values), offset=values[0])
 
     def gather(self, axis: int, indices: Sequence[int], shape: Sequence[int]) -> AccessMap:
-        """Positions `indices` along an axis. `shape` replaces the axis (empty: it is dropped)."""
+        """Take the positions `indices` along an axis. `shape` replaces the axis (empty: the axis is removed)."""
         dim = self._at(axis)
         if any(d.name for d in dim):
             raise Unmappable("a symbolic dimension is cut")
@@ -374,7 +380,7 @@ class AccessMap:
         return replace(self, dims=tuple(merged([Digit(r), *dim]) for r, dim in zip(repeats, self.dims)))
 
     def pad(self, before: Sequence[int], after: Sequence[int]) -> AccessMap:
-        """Pad with a number. Negative pads cut."""
+        """Pad with a number. Negative pads remove elements."""
         if not len(before) == len(after) == len(self.dims):
             raise Unmappable("the pads are of another rank")
         out = self
@@ -386,7 +392,7 @@ class AccessMap:
                 out = out.slice(axis, max(-b, 0), size_of(dim) - max(-b, 0) - max(-a, 0), 1)
             front, back = max(b, 0), max(a, 0)
             if front or back:
-                if front + size_of(out.dims[axis]) + back > LONGEST:  # before a list is made
+                if front + size_of(out.dims[axis]) + back > LONGEST:  # checked before a long list is made
                     raise Unmappable("a dimension is too long")
                 values = [FILL] * front + offsets_of(out.dims[axis]) + [FILL] * back
                 out = out._gathered(axis, values)
@@ -428,9 +434,9 @@ class AccessMap:
 
 
 def _comparable(dims: Dims, axis: int) -> Dims:
-    """The dimensions other than `axis`, in the form in which the parts of a Concat are compared.
+    """The dimensions other than `axis`, written so that equal results mean that the parts of a Concat fit together.
 
-    Their sizes are equal, or the Concat would fail; so symbols with different names are comparable.
+    If their sizes differed, the Concat would fail; so symbols with different names count as equal.
     """
     return tuple(
         tuple(replace(d, name="?") if d.name and sum(bool(e.name) for e in dim) == 1 else d for d in dim)
@@ -446,9 +452,9 @@ def _comparable(dims: Dims, axis: int) -> Dims:
 class Step:
     """An operator of a chain, with its numbers.
 
-    Reshape: shape. Transpose: permutation. Slice: starts, ends, axes, and steps unless all are 1. Gather: axis, indices
-    (Pick: one index, and the axis is dropped). Squeeze, Unsqueeze: axes. Expand: shape. DepthToSpace: block, 1 for CRD.
-    SpaceToDepth: block. Pad: pads, axes.
+    The numbers by operator: Reshape: shape. Transpose: permutation. Slice: starts, ends, axes, and steps unless all are
+    1. Gather: axis, indices (Pick: one index, and the axis is dropped). Squeeze, Unsqueeze: axes. Expand: shape.
+    DepthToSpace: block, 1 for CRD. SpaceToDepth: block. Pad: pads, axes.
     """
 
     op: str
@@ -457,7 +463,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The cost of a chain: elements read and written, operators, and views."""
+    """The cost of a chain of operators: elements read and written, number of operators, and number of views among
+    them.
+    """
 
     elements: int = 0
     operators: int = 0
@@ -469,7 +477,7 @@ class Price:
         )
 
     def total(self, scale: int = 1) -> int:
-        """The price in elements. `scale` multiplies the elements, since symbolic dimensions count as 1.
+        """The cost in elements. `scale` multiplies the elements, since symbolic dimensions count as 1.
 
         A call of an operator takes as long as moving some ten thousand numbers.
         """
@@ -480,22 +488,24 @@ _VIEW = Price(0, 0, 1)
 
 
 def price(op: str, elements_read: int, elements_written: int, shuffles: bool = False) -> Price:
-    """The price of an operator that reads and writes so many elements; `shuffles`: it separates neighbours."""
+    """The cost of an operator that reads and writes so many elements. `shuffles`: it separates elements that were
+    neighbours.
+    """
     if op in ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"):
         return _VIEW
     if op in ("Slice", "Gather", "Pick", "Split", "Concat"):
         elements_read = elements_written
-    # A Gather also reads its indices, so it costs as much as Reshape, Transpose, Reshape.
+    # A Gather reads its indices, too, so it costs as much as Reshape, Transpose and Reshape together.
     return Price((elements_read + elements_written) * (3 if shuffles else 1), 1, 2 if op == "Gather" else 0)
 
 
 def shuffles(perm: Sequence[int], unit: Callable[[int], bool]) -> bool:
-    """Whether a Transpose moves the innermost dimension; those for which `unit` holds do not count."""
+    """Whether a Transpose moves the innermost dimension. Dimensions for which `unit` holds are ignored."""
     order = [p for p in perm if not unit(p)]
     return bool(order) and order[-1] != max(order)
 
 
-# A dimension: its size without symbols, and the sorted source axes of its symbols.
+# A dimension: the product of its digits' sizes without symbols, and the sorted source axes of its symbols.
 Extent = tuple[int, tuple[int, ...]]
 UNIT: Extent = (1, ())
 
@@ -505,30 +515,30 @@ def extent_of(digits: Sequence[Digit]) -> Extent:
 
 
 def scattered(behind: Sequence[Extent]) -> bool:
-    """Whether a Gather copies few elements for each index; `behind` are the dimensions after its axis."""
+    """Whether a Gather copies only few elements for each index. `behind` are the dimensions after its axis."""
     return not any(symbols for _, symbols in behind) and prod(n for n, _ in behind) < 32
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A chain of operators that makes a tensor from one source."""
+    """A chain of operators that computes a tensor from one source."""
 
     steps: tuple[Step, ...]
     price: Price
 
 
-# Whether a price is below the limit for a chain.
+# A function that says whether a cost is below the limit for a chain.
 Below = Callable[[Price], bool]
 
 
 class _Chain:
-    """A chain under construction, with its current shape."""
+    """A chain of operators under construction, with the shape that it has reached."""
 
     def __init__(self, shape: Sequence[Extent], filled: frozenset[int]) -> None:
         self.shape = tuple(shape)
         self.filled = filled
         self.steps: list[Step] = []
-        self.shapes: list[tuple[Extent, ...]] = []  # before each step
+        self.shapes: list[tuple[Extent, ...]] = []  # the shape before each step
         self.price = Price()
 
     def copy(self) -> _Chain:
@@ -552,13 +562,11 @@ class _Chain:
             return
         try:
             self._add("Reshape", shape, self._numbers(shape))
-        except (
-            Unmappable
-        ):  # a Reshape cannot name symbolic dimensions, but dimensions of 1 can be added or removed
+        except Unmappable:  # a Reshape cannot name symbols, but dimensions of 1 can be added and removed
             self._change_units(shape)
 
     def _numbers(self, shape: Sequence[Extent]) -> list[int]:
-        """The numbers of a Reshape to this shape."""
+        """The target shape that a Reshape needs for this shape: 0 copies a dimension, -1 infers one."""
         numbers: list[int] = []
         copied: set[int] = set()
         for i, (size, symbols) in enumerate(shape):
@@ -603,7 +611,7 @@ class _Chain:
             self._add("Transpose", [self.shape[p] for p in perm], perm, torn=torn)
 
     def slice(self, cuts: Sequence[tuple[int, int, int, int]]) -> None:
-        """`cuts`: axis, start, count, step."""
+        """Slice several axes. `cuts` are tuples of axis, start, count and step."""
         if not cuts:
             return
         shape = list(self.shape)
@@ -632,9 +640,9 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """A dimension in which a chain reads the source, with `unit` addresses from one position to the next.
+    """A dimension as which a chain reads the source; one position further is `unit` addresses further.
 
-    A symbolic dimension has a name; its unit is its axis in the source.
+    A symbolic dimension has a name; its `unit` is its axis in the source.
     """
 
     size: int
@@ -653,7 +661,7 @@ def _own(shape: Sequence[int | str]) -> list[_Axis]:
 
 
 def _fused(axes: Sequence[_Axis]) -> list[_Axis]:
-    """The dimensions with neighbours joined."""
+    """The dimensions, with neighbours joined where their addresses allow it."""
     out: list[_Axis] = []
     for axis in axes:
         if out and not out[-1].name and not axis.name:
@@ -664,7 +672,7 @@ def _fused(axes: Sequence[_Axis]) -> list[_Axis]:
 
 
 def _refined(axes: Sequence[_Axis], cuts: Sequence[int]) -> list[_Axis]:
-    """The dimensions, divided at units of `cuts` addresses where these divide evenly."""
+    """The dimensions, each divided into several where `cuts` addresses divide it evenly."""
     out: list[_Axis] = []
     for axis in axes:
         if axis.name:
@@ -681,7 +689,9 @@ def _refined(axes: Sequence[_Axis], cuts: Sequence[int]) -> list[_Axis]:
 
 
 def _views(shape: Sequence[int | str], m: AccessMap) -> Iterator[list[_Axis]]:
-    """Ways to read the source: by its own dimensions, or joined; each also divided where the map's digits end."""
+    """The dimensions as which the source can be read: its own, or joined ones; also each of these divided where the
+    map's digits end.
+    """
     own = _own(shape)
     ends = {c for d in m.digits if not d.name for c in (d.common, d.common * d.size)}
     cuts = sorted(ends)
@@ -694,7 +704,7 @@ def _views(shape: Sequence[int | str], m: AccessMap) -> Iterator[list[_Axis]]:
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """The map inside a Pad: it has one source, and addresses relative to its beginning.
+    """The map before a final Pad: it has one source, and addresses relative to the beginning of this source.
 
     `pad`: the Pad that must follow.
     """
@@ -706,7 +716,9 @@ class Core:
 
 
 def core_of(m: AccessMap) -> Core | None:
-    """A map as a core and a Pad; None if there are several sources, or padding in the middle."""
+    """A map as a core and a Pad; None if there are several sources, or if padding is not only at the ends of
+    dimensions.
+    """
     before: list[int] = []
     after: list[int] = []
     axes: list[int] = []
@@ -739,9 +751,10 @@ def core_of(m: AccessMap) -> Core | None:
 def plans(
     shape: Sequence[int | str], core: Core, blocks: bool, below: Below = lambda _: True
 ) -> Iterator[Plan]:
-    """Chains that make a map from a source of this shape. `blocks`: DepthToSpace and SpaceToDepth may be used.
+    """Chains that compute a map from a source of this shape. `blocks`: whether DepthToSpace and SpaceToDepth may be
+    used.
 
-    A chain is left out as soon as the price of its first operators is not `below` the limit.
+    A chain is abandoned as soon as the cost of its first operators is not `below` the limit.
     """
 
     def padded(plan: Plan) -> Plan:
@@ -762,14 +775,14 @@ def _chains(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[
 
 
 def best(shape: tuple[int | str, ...], core: Core, blocks: bool, scale: int = 1, limit: float = inf) -> Plan:
-    """The cheapest chain with a price below `limit`. Raises Unmappable if there is none."""
+    """The cheapest chain whose cost is below `limit`. Raises Unmappable if there is none."""
     plan = _best(shape, core, blocks, scale, limit)
     if plan is None:
         raise Unmappable("no chain of operators has this map, or not for less")
     return plan
 
 
-@lru_cache(maxsize=4096)  # the layers of a network ask the same repeatedly
+@lru_cache(maxsize=4096)  # equal layers of a network ask for the same chain
 def _best(shape: tuple[int | str, ...], core: Core, blocks: bool, scale: int, limit: float) -> Plan | None:
     lower_bound = (core.price + cheapest(shape, core.map)).total(scale)
     cheapest_plan: Plan | None = None
@@ -788,9 +801,9 @@ def _best(shape: tuple[int | str, ...], core: Core, blocks: bool, scale: int, li
 
 
 def cheapest(shape: Sequence[int | str], m: AccessMap) -> Price:
-    """A lower bound on the price of every chain with this map.
+    """A lower bound of the cost of every chain that has this map.
 
-    It is 0 if the elements keep their order. It has two operators if a symbolic dimension changes places and elements
+    The bound is 0 if the elements keep their order. It counts two operators if a symbolic dimension moves and elements
     are left out or repeated, else one.
     """
     source = AccessMap.source(shape)
@@ -804,7 +817,7 @@ def cheapest(shape: Sequence[int | str], m: AccessMap) -> Price:
 
 
 def _reordered(shape: Sequence[int | str], m: AccessMap) -> bool:
-    """Whether a digit is on the other side of a symbolic dimension than in the source."""
+    """Whether a digit stands on the other side of a symbolic dimension than in the source."""
     axes = _own(shape)
     latest, latest_symbol = 0, 0
     for d in m.digits:
@@ -815,7 +828,7 @@ def _reordered(shape: Sequence[int | str], m: AccessMap) -> bool:
                 return True
             latest, latest_symbol = d.step, d.step
             continue
-        # The axis that contains its smallest steps.
+        # The source's axis to which the digit's smallest steps belong.
         axis = next(i for i, a in enumerate(axes) if not a.name and a.unit <= d.common)
         if axis < latest_symbol:
             return True
@@ -824,7 +837,7 @@ def _reordered(shape: Sequence[int | str], m: AccessMap) -> bool:
 
 
 def _divided(m: AccessMap, axes: Sequence[_Axis]) -> AccessMap:
-    """The same map, its digits divided where a dimension ends."""
+    """The same map, with its digits divided where a dimension of the source ends."""
     units = sorted({a.unit for a in axes if not a.name}, reverse=True)
 
     def parts(d: Digit) -> Iterator[Digit]:
@@ -841,7 +854,7 @@ def _divided(m: AccessMap, axes: Sequence[_Axis]) -> AccessMap:
 def _attempts(
     shape: Sequence[int | str], axes: Sequence[_Axis], m: AccessMap, below: Below
 ) -> Iterator[_Chain]:
-    """Chains that read the source as `axes`, cut these, then transpose and repeat the rest."""
+    """Chains that read the source as `axes`, first cut these, then transpose and repeat what they have cut out."""
     m = _divided(m, axes)
     digits = m.digits
     digits_of: list[list[int]] = [[] for _ in axes]
@@ -901,13 +914,13 @@ def _attempts(
 
 
 def _numbered(m: AccessMap) -> list[list[int]]:
-    """The digits' numbers, dimension by dimension."""
+    """The indices of the map's digits, one list for each dimension."""
     ends = [0, *accumulate(len(dim) for dim in m.dims)]
     return [list(range(a, b)) for a, b in pairwise(ends)]
 
 
 def _by_axes(chain: _Chain, m: AccessMap, home: dict[int, int]) -> Iterator[_Chain]:
-    """The end of a chain that moves whole dimensions; `home` maps each digit to its dimension."""
+    """The last operators of a chain that moves whole dimensions. `home` maps each digit to its dimension."""
     out = [extent_of(dim) for dim in m.dims]
     order = [home[k] for ks in _numbered(m) for k in ks]
     units = [j for j in range(len(chain.shape)) if j not in order]
@@ -926,7 +939,9 @@ def _by_axes(chain: _Chain, m: AccessMap, home: dict[int, int]) -> Iterator[_Cha
 
 
 def _by_digits(chain: _Chain, m: AccessMap, order: Sequence[int]) -> Iterator[_Chain]:
-    """The end of a chain that first splits dimensions into digits; `order` is their order in the source."""
+    """The last operators of a chain that first splits dimensions into digits. `order` is the digits' order in the
+    source.
+    """
     digits, numbered = m.digits, _numbered(m)
     target = [k for ks in numbered for k in ks if not digits[k].repeats]
     repeats = len(target) < len(digits)
@@ -965,7 +980,7 @@ def _by_digits(chain: _Chain, m: AccessMap, order: Sequence[int]) -> Iterator[_C
 
 
 def _shortened(shape: Sequence[int | str], chain: _Chain) -> Plan:
-    """The plan of a chain. A Slice of one position and a Reshape that drops its axis become one Gather."""
+    """The plan of a chain. A Slice of one position and a Reshape that drops its axis become a single Gather."""
     if len(chain.steps) == 2 and chain.steps[0].op == "Slice" and chain.steps[1].op in ("Reshape", "Squeeze"):
         starts, _, axes, *_ = chain.steps[0].numbers
         extents = [a.extent for a in _own(shape)]
@@ -976,7 +991,9 @@ def _shortened(shape: Sequence[int | str], chain: _Chain) -> Plan:
 
 
 def _blocks(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[Plan]:
-    """DepthToSpace or SpaceToDepth, if the map is one; SpaceToDepth also with a new order of its channels."""
+    """Plans with DepthToSpace or SpaceToDepth, if the map can be written so. After SpaceToDepth channels may be
+    reordered.
+    """
     if len(shape) != 4 or len(m.dims) != 4 or not isinstance(shape[1], int):
         return
     channels, out_channels = size_of(m.dims[1]), shape[1]
@@ -1009,9 +1026,11 @@ def _blocks(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[
 
 
 def _after(m: AccessMap, first: AccessMap) -> AccessMap:
-    """The map from the result of `first` to that of `m`. `first` moves each element once, and no symbol."""
+    """The map from the result of `first` to the result of `m`. `first` moves each element once, and no symbolic
+    dimension.
+    """
     digits = first.digits
-    # Each digit of the source: its step there, its size, its step in the result of `first`.
+    # For each digit of the source: its step in the source, its size, its step in the result of `first`.
     radix = sorted(
         ((d.step, d.size, size_of(digits[i + 1 :])) for i, d in enumerate(digits) if not d.name), reverse=True
     )
@@ -1024,7 +1043,9 @@ def _after(m: AccessMap, first: AccessMap) -> AccessMap:
 
 
 def _translated(d: Digit, radix: Sequence[tuple[int, int, int]]) -> list[Digit]:
-    """A source's digit as digits of a tensor with the source's digits at new steps: `radix` (step, size, new step)."""
+    """A digit over the source, as digits over a tensor that has the source's digits at new steps. `radix` has their
+    (step, size, new step).
+    """
     out: list[Digit] = []
     for step, size, new in radix:
         end = step * size
@@ -1032,7 +1053,7 @@ def _translated(d: Digit, radix: Sequence[tuple[int, int, int]]) -> list[Digit]:
             break
         if d.step * d.size <= step or d.step < 1 or d.values:
             continue
-        # The outer part of d within this digit.
+        # The part of d that lies within this digit of the source.
         low = max(d.step, step)
         if low % step or low % d.step or (d.step * d.size) % low:
             raise Unmappable("the digits do not fit into each other")
@@ -1074,7 +1095,7 @@ def pieces(m: AccessMap, maximum: int = 8) -> tuple[int, list[tuple[int, int, in
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A Concat along an axis: each piece has a source and a chain; `steps` follow the Concat."""
+    """A Concat along an axis, whose parts are computed by one chain each. `steps` follow the Concat."""
 
     axis: int
     parts: tuple[tuple[int, Plan], ...]
@@ -1085,7 +1106,9 @@ class Joined:
 def best_joined(
     shapes: Sequence[tuple[int | str, ...]], m: AccessMap, blocks: bool, scale: int = 1
 ) -> Joined:
-    """The cheapest way to make a map of several sources by one chain for each. Raises Unmappable if there is none."""
+    """The cheapest computation of a map of several sources with one chain for each. Raises Unmappable if there is
+    none.
+    """
     candidates: list[Joined] = []
     apart = AccessMap(tuple((d,) for d in m.digits), m.offset, m.filled)
     for layout in (m, apart):
@@ -1101,7 +1124,7 @@ def best_joined(
 def _joined(
     shapes: Sequence[tuple[int | str, ...]], layout: AccessMap, m: AccessMap, blocks: bool, scale: int
 ) -> Joined:
-    """The pieces of `layout`, which are `m` but for a Reshape."""
+    """The chains for the pieces of `layout`, a map that differs from `m` only by a Reshape."""
     cut = pieces(layout)
     if cut is None:
         raise Unmappable("the sources do not stand one behind the other")

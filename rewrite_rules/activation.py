@@ -1,4 +1,6 @@
-"""Decomposed activations become single operators: Relu and its variants, Clip, sigmoids, Gelu, HardSwish."""
+"""Activations written with several operators become single ones: Relu and its variants, Clip, sigmoids, Gelu,
+HardSwish.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ from xrlflow.ir import Node, Value
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
-# Activations by Where
+# Activations written with Where
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """where(x < bound, below, above), or the same by another comparison.
+    """where(x < bound, below, above), or the same with another comparison.
 
-    `equal_below`: at the bound itself the result is `below`; `nan_below`: the same where x is NaN.
+    `equal_below`: whether the result is `below` if x equals the bound; `nan_below`: whether it is `below` if x is NaN.
     """
 
     x: Value
@@ -44,7 +46,7 @@ class _Choice:
 
 
 def _choice(reader: Reader, node: Node | None) -> _Choice | None:
-    """A Where as a choice by the sign of x - bound."""
+    """A Where as a choice between two results by the sign of x - bound; None if it is no such choice."""
     if node is None or node.op != "Where":
         return None
     condition, yes, no = node.inputs
@@ -63,7 +65,7 @@ def _choice(reader: Reader, node: Node | None) -> _Choice | None:
 
 
 def _exponential(reader: Reader, value: Value, x: Value) -> float | None:
-    """c, if a value is c * exp(x)."""
+    """The number c, if a value is c * exp(x); else None."""
     node = made_by(reader, value, "Exp", "Mul")
     if node is None:
         return None
@@ -78,7 +80,7 @@ def _exponential(reader: Reader, value: Value, x: Value) -> float | None:
 
 
 def _exponential_less_one(reader: Reader, value: Value, x: Value) -> float | None:
-    """c, if a value is c * (exp(x) - 1) or c * exp(x) - c."""
+    """The number c, if a value is c * (exp(x) - 1) or c * exp(x) - c; else None."""
     node = made_by(reader, value, "Add", "Sub", "Mul")
     if node is None:
         return None
@@ -96,7 +98,7 @@ def _exponential_less_one(reader: Reader, value: Value, x: Value) -> float | Non
 
 
 def _shift(reader: Reader, value: Value, x: Value) -> float | None:
-    """c, if a value is x + c."""
+    """The number c, if a value is x + c; else None."""
     if value == x:
         return 0.0
     node = made_by(reader, value, "Add", "Sub")
@@ -108,7 +110,7 @@ def _shift(reader: Reader, value: Value, x: Value) -> float | None:
 
 
 class _ReplaceWhere(RegionRule, family="idioms"):
-    """An activation with two branches, chosen by Where."""
+    """An activation with two branches between which a Where chooses."""
 
     proof = "numeric"
     relies_on = "the definition by cases"
@@ -116,7 +118,7 @@ class _ReplaceWhere(RegionRule, family="idioms"):
     anchors = ("Where",)
     reads_from = tuple(COMPARISONS)
 
-    # The activation's inputs, and its parameters.
+    # A function that returns the activation's inputs and parameters, or None if the choice is no such activation.
     read: Callable[[Reader, _Choice], tuple[tuple[Value, ...], Any] | None]
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -172,7 +174,7 @@ class ReplaceWhereByPRelu(_ReplaceWhere):
             if x != choice.x or not keeps_shape(reader.type(x).shape, reader.type(slope).shape):
                 continue
             if not reader.is_const(slope):
-                # At 0 the left side is 0 * a, NaN for an infinite one.
+                # At 0 the left side is 0 * a, which is NaN if a is infinite.
                 return None if choice.equal_below else ((x, slope), None)
             number = reader.val(slope).uniform
             return ((x, slope), None) if number is None else ((x,), number)
@@ -287,7 +289,7 @@ class ReplaceMaxByClip(Rule, family="idioms"):
         number_for(c, x)
 
     def target(self, op: Op, x: Val, c: Val) -> Any:
-        return op.Clip(x, c.uniform, math.inf)  # without an upper bound infinity would become a number
+        return op.Clip(x, c.uniform, math.inf)  # otherwise infinity would become a number
 
 
 class ReplaceMinByClip(ReplaceMaxByClip):
@@ -363,7 +365,7 @@ class ReplacePReluByLeakyRelu(Rule, family="idioms"):
 class FusePRelu(Rule, family="idioms"):
     """relu(x) - a * relu(-x) -> prelu(x, a), or leakyrelu(x, a) of a single number.
 
-    The slope is constant; the sum of relu(x) and -a * relu(-x) alike.
+    The slope a must be constant. The sum of relu(x) and -a * relu(-x) is matched, too.
     """
 
     proof = "numeric"
@@ -414,14 +416,14 @@ class FuseLeakyReluFromMax(Rule, family="idioms"):
 
 
 def _negative(op: Op, x: Any) -> Any:
-    """-x, in a source."""
+    """The pattern of -x in a source."""
     return op.either(op.Neg(x), op.Mul(x, -1.0))
 
 
 class FuseSigmoid(Rule, family="idioms"):
     """1 / (1 + exp(-x)) -> sigmoid(x)."""
 
-    # Of x below -9 the sigmoid is exact to 1.7e-7 of 1, and no more; below -18 it is 0.
+    # ONNX Runtime's sigmoid is exact only to 1.7e-7 (relative to 1) for x below -9, and it is 0 for x below -18.
     assumes = "approximate"
     proof = "numeric"
     relies_on = "sigmoid(x) = 1 / (1 + exp(-x))"
@@ -439,11 +441,11 @@ class FuseSigmoid(Rule, family="idioms"):
 class ReplaceDivBySigmoid(Rule, family="idioms"):
     """a / (1 + exp(-x)) -> a * sigmoid(x).  With a = x it is SiLU.
 
-    ONNX Runtime's sigmoid of less than -18 or so is 0, and the product with an infinite a is NaN.
+    ONNX Runtime's sigmoid is 0 for x below about -18, so its product with an infinite a is NaN.
     """
 
     may_add_nonfinite = True
-    # Of x below -9 the sigmoid is exact to 1.7e-7 of 1, and no more; below -18 it is 0.
+    # ONNX Runtime's sigmoid is exact only to 1.7e-7 (relative to 1) for x below -9, and it is 0 for x below -18.
     assumes = "approximate"
     proof = "numeric"
     relies_on = "sigmoid(x) = 1 / (1 + exp(-x))"
@@ -467,7 +469,7 @@ class ReplaceDivBySigmoid(Rule, family="idioms"):
 class FuseSoftplus(Rule, family="idioms"):
     """log(1 + exp(x)) -> softplus(x).
 
-    Where exp(x) overflows, the left side is infinite, and the right side x.
+    Where exp(x) overflows, the left side is infinite, and the right side is x.
     """
 
     may_remove_nonfinite = True
@@ -486,7 +488,7 @@ class FuseSoftplus(Rule, family="idioms"):
 class FuseTanh(Rule, family="idioms"):
     """(exp(x) - exp(-x)) / (exp(x) + exp(-x)) -> tanh(x).
 
-    Where an exponential overflows, the left side is NaN, and the right side 1 or -1.
+    Where an exponential overflows, the left side is NaN, and the right side is 1 or -1.
     """
 
     may_remove_nonfinite = True
@@ -540,7 +542,7 @@ class FuseHardSwishFromScaled(Rule, family="idioms"):
 
 
 def _polynomial(reader: Reader, value: Value, x: Value, depth: int = 6) -> dict[int, float] | None:
-    """The coefficients by power, if a value is a polynomial of x."""
+    """The coefficients of a value by power of x, if the value is a polynomial of x; else None."""
     if value == x:
         return {1: 1.0}
     node = made_by(reader, value, "Add", "Mul", "Pow", "Div") if depth else None
@@ -572,7 +574,9 @@ def _polynomial(reader: Reader, value: Value, x: Value, depth: int = 6) -> dict[
 def _coefficients(
     reader: Reader, value: Value, partner: Value, x: Value, depth: int
 ) -> dict[int, float] | None:
-    """A number, or a polynomial of x: one side of an operator, with `partner` on the other."""
+    """The coefficients of one operand of an operator: a number, or a polynomial of x. `partner` is the other
+    operand.
+    """
     number = number_of(reader, value, partner)
     return _polynomial(reader, value, x, depth - 1) if number is None else {0: number}
 
@@ -625,7 +629,7 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
 
     @staticmethod
     def _leaves(reader: Reader, value: Value) -> list[Value]:
-        """The values of which `value` may be a polynomial."""
+        """The values x of which `value` may be a polynomial."""
         leaves: dict[Value, None] = {}
         work = [(value, 0)]
         while work:
@@ -638,7 +642,7 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
 
     @staticmethod
     def _shifted(reader: Reader, at: Value) -> Value | None:
-        """1 + at, if that is made by the one reader of `at`."""
+        """The value 1 + at, if the only reader of `at` computes it; else None."""
         step = only_reader(reader, at)
         if step is None or step.op != "Add" or not any(is_number(reader, v, 1.0, at) for v in step.inputs):
             return None
@@ -646,7 +650,9 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
 
     @classmethod
     def _product(cls, reader: Reader, at: Value, x: Value) -> Value | None:
-        """0.5 * x * (1 + at), made by the readers of `at`."""
+        """The value 0.5 * x * (1 + at), if the only readers of `at` and of the values after it compute it; else
+        None.
+        """
         shifted = cls._shifted(reader, at)
         if shifted is None:
             return None
@@ -671,7 +677,7 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
 
 
 def _halves(op: Op, x: Any, gate: Any) -> Any:
-    """x * gate / 2 in a source, the factors in any order."""
+    """The pattern of x * gate / 2 in a source, with the factors in any order."""
     half = op.either(op.Mul(x, 0.5), op.Div(x, 2.0))
     return op.either(op.Mul(half, gate), op.Mul(op.Mul(x, gate), 0.5), op.Mul(x, op.Mul(gate, 0.5)))
 
@@ -814,7 +820,7 @@ class SplitHardSwish(Rule, family="normalisation"):
 
 
 def _bounds(x: Val, low: Val | None, high: Val | None) -> tuple[float, float]:
-    """A bound that is absent is the type's least or greatest number, not infinite."""
+    """The bounds of a Clip. For an absent bound the type's least or greatest number is returned, not infinity."""
     highest = float(ml_dtypes.finfo(numpy_dtype(x.dtype)).max)  # type: ignore[no-untyped-call]
     return (-highest if low is None else low.scalar, highest if high is None else high.scalar)
 
@@ -838,7 +844,7 @@ class MergeClips(Rule, family="identity"):
 
 
 def _clip(op: Op, x: Val, low: float, high: float) -> Any:
-    """A Clip without bounds that are the default anyway."""
+    """A Clip that leaves out bounds which equal the default."""
     lowest, highest = _bounds(x, None, None)
     return op.Clip(x, None if low == lowest else low, None if high == highest else high)
 

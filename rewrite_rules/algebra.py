@@ -1,8 +1,8 @@
 """Rules that associate, distribute and factor sums, products and concatenations.
 
-Such equations hold everywhere, and mostly gain nothing. Rules without a gain of their own apply only where another rule
-may gain afterwards: where an operand or a factor then occurs twice, where a constant folds away, or where a part of an
-operator's result is smaller than the whole.
+Such equations hold everywhere, but mostly gain nothing by themselves. Where a rule gains nothing by itself, it applies
+only if another rule may gain afterwards: if an operand or a factor then occurs twice, if a constant is then folded, or
+if a part of an operator's result is smaller than the whole.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DistributeMulOverSum(RegionRule, family="algebra"):
             add = reader.producer(total)
             if add is None or add.op != "Add" or add.const or not reader.is_const(factor):
                 continue
-            # PushMulThroughConstantAdd handles constant addends.
+            # The rule PushMulThroughConstantAdd handles constant addends.
             if any(reader.is_const(v) for v in add.inputs) or not read_once(reader, total):
                 continue
             for v in add.inputs:
@@ -77,7 +77,7 @@ def _is_matrix(reader: Reader, value: Value) -> bool:
 
 
 def _worthwhile_product(x: Val, y: Val) -> None:
-    """Refuse a product of constants that takes too long to compute when the model is written."""
+    """Refuse a product of two constants that would take too long to compute when the model is written."""
     profitable(
         x.size(-2) * x.size(-1) * y.size(-1) <= AT_EXPORT, "multiplying the constants out would take long"
     )
@@ -91,7 +91,8 @@ def _meet(reader: Reader, value: Value, other: Value) -> bool:
 class AssociateSharedMatMuls(RegionRule, family="algebra"):
     """(x @ y) @ z -> x @ (y @ z), and z @ (x @ y) -> (z @ x) @ y,  where others read x @ y too.
 
-    It applies where both products meet again (x @ y + (x @ y) @ z), or z is x or y: a factor or product occurs twice.
+    It applies if a node reads both products (x @ y + (x @ y) @ z), or if z is x or y. Then a factor or product occurs
+    twice.
     """
 
     anchors = ("MatMul",)
@@ -125,7 +126,7 @@ class AssociateSharedMatMuls(RegionRule, family="algebra"):
                 continue
             factor = node.inputs[1 - index]
             if read_once(reader, value):
-                continue  # the other rules of associativity handle it
+                continue  # other rules of associativity handle these
             if not all(_is_matrix(reader, v) for v in (*inner.inputs, factor)):
                 continue
             if factor in inner.inputs or _meet(reader, node.outputs[0], value):
@@ -142,7 +143,7 @@ class AssociateSharedMatMuls(RegionRule, family="algebra"):
 class DistributeMatMul(RegionRule, family="algebra"):
     """(x + y) @ z -> x @ z + y @ z, and z @ (x + y) -> z @ x + z @ y,  where y is a product with x.
 
-    After it the products can be associated, and x @ z is a factor of both: (x + x @ w) @ z -> x @ (z + w @ z).
+    Afterwards other rules can associate the products and factor out x: (x + x @ w) @ z -> x @ (z + w @ z).
     """
 
     nonempty = True
@@ -173,7 +174,7 @@ class DistributeMatMul(RegionRule, family="algebra"):
             for own, addend in (add.inputs, add.inputs[::-1]):
                 maker = reader.producer(own)
                 if maker is not None and maker.op == "MatMul" and not maker.const and addend in maker.inputs:
-                    # No operand may broadcast along the axis that the product sums over.
+                    # No operand may broadcast along the axis over which the product sums.
                     axis = -1 if index == 0 else -2
                     sizes = [(reader.type(v).shape or ())[axis] for v in add.inputs]
                     require(sizes[0] == sizes[1] is not None, "an addend broadcasts, or a size is not known")
@@ -226,7 +227,7 @@ _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 
 def _products(reader: Reader, concat: Node) -> list[Node] | None:
-    """The products that a Concat joins, if they have one operator and no other readers."""
+    """The products that a Concat joins, if all have one operator and no other readers; else None."""
     products = {v: n for v in concat.inputs if (n := made_by(reader, v, *_PRODUCTS)) is not None}
     if len(products) != len(concat.inputs) or len(products) < 2 or len({n.op for n in products.values()}) > 1:
         return None
@@ -235,7 +236,7 @@ def _products(reader: Reader, concat: Node) -> list[Node] | None:
 
 
 def _require_alike(reader: Reader, values: Sequence[Value], axis: int) -> None:
-    """Refuse shapes that are not known, or differ along other axes than `axis`."""
+    """Refuse shapes that are not known, or that differ along other axes than `axis`."""
     shapes = [reader.val(v).shape for v in values]
     first = shapes[0]
     index = axis % len(first)
@@ -244,7 +245,7 @@ def _require_alike(reader: Reader, values: Sequence[Value], axis: int) -> None:
 
 
 def _is_rows(reader: Reader, node: Node, rank: int, axis: int) -> bool:
-    """Whether an axis of a product's result comes from its left factor alone."""
+    """Whether the positions along an axis of a product's result are rows of its left factor."""
     if reader.type(node.inputs[0]).rank != rank:
         return False
     if node.op == "MatMul":
@@ -390,7 +391,7 @@ class PullProductOutOfConcatOfColumns(RegionRule, family="algebra"):
 class PushMatMulIntoConcat(RegionRule, family="algebra"):
     """[x; y] @ w -> [x @ w; y @ w], and x @ [v | w] -> [x @ v | x @ w],  where a part is a product itself.
 
-    The new products can be associated. It also applies where a part and the other factor are constant.
+    Other rules can then associate the new products. The rule also applies if a part and the other factor are constant.
     """
 
     anchors = ("MatMul",)
@@ -460,7 +461,7 @@ class SplitMatMulOfConcats(RegionRule, family="algebra"):
         sizes = []
         for maker, value, inner in zip(makers, node.inputs, (1, 2)):
             if maker is None or maker.op != "Concat" or maker.const or len(maker.inputs) < 2:
-                return None  # SplitMatMulsOverConcat handles constant weights
+                return None  # the rule SplitMatMulsOverConcat handles constant weights
             rank = rank_of(reader, value)
             if rank < 2 or axis_of(maker, rank) != rank - inner:
                 return None
@@ -508,7 +509,7 @@ class MergeConvsIntoGroups(RegionRule, family="algebra"):
         weights = tuple(n.inputs[1] for n in convs)
         attributes = {tuple((k, v) for k, v in n.attrs.items() if k != "group") for n in convs}
         if len(attributes) != 1 or len(set(inputs)) < 2:
-            return None  # convolutions of one input are merged without groups
+            return None  # other rules merge convolutions of one input without groups
         rank = rank_of(reader, *node.inputs)
         require(axis_of(node, rank) == 1, "the concat is not one of channels")
         _require_alike(reader, inputs, 1)
@@ -590,7 +591,7 @@ class SplitGroupsOverConcat(RegionRule, family="algebra"):
 class MergeSharedWeightConvs(RegionRule, family="algebra"):
     """conv(x, w, b), conv(y, w, b), ... -> split(conv([x; y; ...], w, b))  along the batch.
 
-    The inputs must not depend on the results: see MergeSharedWeightProducts.
+    The inputs must not depend on the results (see MergeSharedWeightProducts).
     """
 
     anchors = ("Conv",)
@@ -611,7 +612,8 @@ class MergeSharedWeightConvs(RegionRule, family="algebra"):
         weight = node.inputs[1]
         if reader.count_users(weight) < 2:
             return None
-        # The node with the smallest id finds the group. The others depend only on it, not on each other.
+        # Only the node with the smallest id finds the group. The search from another node records only that it depends
+        # on this one.
         first = min((n.id for n in reader.graph.users(weight) if _convolves(reader, n, node)), default=None)
         if first is None:
             return None
@@ -638,7 +640,7 @@ class MergeSharedWeightConvs(RegionRule, family="algebra"):
 
 
 def _convolves(reader: Reader, other: Node, node: Node) -> bool:
-    """Whether another node computes the same convolution as `node`, on another image of the same size."""
+    """Whether another node computes the same convolution as `node`, for another image of the same size."""
     if other.op != "Conv" or other.const or other.inputs[1:] != node.inputs[1:] or other.attrs != node.attrs:
         return False
     shape, own = (reader.graph.type(n.inputs[0]).shape for n in (other, node))
@@ -698,8 +700,8 @@ class ExchangeConcats(RegionRule, family="algebra"):
 class PushBinaryThroughSplit(RegionRule, family="algebra"):
     """split(f(x, c)) -> f(split(x), split(c)), each part,  for f element by element.
 
-    At most one operand is split at run time. The others broadcast along the axis, are constant, or are
-    concatenations of parts of these sizes.
+    At most one operand is split at run time. Each of the other operands broadcasts along the axis, is constant, or is a
+    concatenation of parts of these sizes.
     """
 
     anchors = ("Split",)

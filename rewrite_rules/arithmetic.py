@@ -1,4 +1,6 @@
-"""Sums, products, powers and quotients, element by element: associated, factored, with their constants merged."""
+"""Rules for element-wise sums, products, powers and quotients: they associate and factor them and merge their
+constants.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,19 @@ from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val,
 
 
 def _at_hand(v: Val) -> bool:
-    """Whether a value exists before the graph runs: an input of the graph, or a constant."""
+    """Whether a value exists before the graph runs: it is an input of the graph or a constant."""
     return v.const or v.value not in v.graph.producers
 
 
 def _dim(v: Val, index: int) -> Dim:
-    """A dimension counted from the last one, as in broadcasting; 1 if there is none."""
+    """A dimension counted from the last one, as in broadcasting; 1 if the value has fewer dimensions."""
     return v.shape[-index] if index <= v.rank else 1
 
 
 def _smaller(a: Val, b: Val, c: Val) -> bool:
-    """Whether b and c broadcast to less than all three do: along some axis both have one position."""
+    """Whether b and c broadcast to a smaller shape than all three do: along some axis both have one position and a has
+    more.
+    """
     indices = range(1, max(v.rank for v in (a, b, c)) + 1)
     return any(_dim(b, i) == _dim(c, i) == 1 and _dim(a, i) != 1 for i in indices)
 
@@ -47,7 +51,7 @@ class AssociateAdds(Rule, family="algebra"):
     def where(self, a: Val, b: Val, c: Val) -> None:
         values = (a, b, c)
         profitable(sum(v.const for v in values) < 2, "two constants have rules of their own")
-        # Operands that exist at the start may be combined at any time; computed ones only once they are available.
+        # Operands that exist before the graph runs may always be combined. Computed operands must be smaller or equal.
         two = sum(_at_hand(v) for v in values) > 1
         profitable(
             two or b.value == c.value or _smaller(a, b, c), "no operand is smaller, repeated, or at hand"
@@ -92,8 +96,8 @@ class FactorOneOutOfSum(Rule, family="algebra"):
         return op.Mul(x, op.Add(y, 1))
 
 
-# Functions that are defined everywhere and never decrease.
-# Infinity counts: Softsign is left out, because it is NaN there.
+# Functions that are defined for all numbers and never decrease. Infinity counts as a number: Softsign is left out
+# because it is NaN there.
 MONOTONE: tuple[str, ...] = (
     *("Atan", "Ceil", "Erf", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Relu", "Round", "Sigmoid"),
     *("Softplus", "Tanh"),
@@ -239,7 +243,7 @@ class ReplaceDivByReciprocal(Rule, family="idioms"):
 
 
 def _repeats(small: tuple[Dim, ...], large: tuple[Dim, ...]) -> bool:
-    """Whether a shape has a 1, or nothing, where another has more."""
+    """Whether a shape has size 1, or no dimension, where the other shape has a larger one."""
     padded = (1,) * (len(large) - len(small)) + small
     aligned = len(padded) == len(large) and all(a == b or a == 1 for a, b in zip(padded, large))
     return aligned and any(a == 1 and b != 1 for a, b in zip(padded, large))
@@ -271,12 +275,12 @@ class ReplaceMulByNeg(Rule, family="idioms"):
         return op.Neg(x)
 
 
-# Why conditions on the size of numbers are not missed.
+# The reason why mutants without a condition on the magnitudes of numbers pass.
 _ROOM = "the numbers have room in float64, and what the runtime computes in float32 is infinite on both sides"
 
 
 class _TwoConstants(Rule, family="linear"):
-    """Two constants that are applied one after the other."""
+    """A rule for two constants that are applied one after the other."""
 
     dtypes = NUMBERS
     shapes = "x[...] c[...]:const d[...]:const"
@@ -335,13 +339,13 @@ class PushMulThroughConstantAdd(_TwoConstants):
 
 
 def _is_normal(numbers: npt.NDArray[np.float64], dtype: DType) -> npt.NDArray[np.bool_]:
-    """Which numbers an element type holds with full precision (of the wide ones: as float32)."""
+    """Which of the numbers an element type holds with full precision (types wider than float32 count as float32)."""
     smallest, greatest = (6.2e-5, 65504.0) if dtype == DType.FLOAT16 else (1.2e-38, 3.4e38)
     size = np.abs(numbers)
     return (size >= smallest) & (size <= greatest)
 
 
-# Below it a quotient may overflow, or lose what it is divided from.
+# Below this a quotient may overflow, or lose digits of its dividend.
 _LEAST_DIVISOR = 1e-6
 
 
@@ -426,7 +430,7 @@ class MergeConstantsOfSum(Rule, family="weights_algebra"):
         return op.Add(op.Add(x, y), op.Add(c, d))
 
 
-# What broadcasts
+# Broadcasting
 
 
 class RemoveExpandBeforeBroadcast(RegionRule, family="idioms"):
@@ -444,7 +448,7 @@ class RemoveExpandBeforeBroadcast(RegionRule, family="idioms"):
         "Tile(x, s) y = Sub(e, z) }",
         "agraph (bool[1,4] c, float[3,4] x, float[1] z) => (float[3,4] y) { s = Constant<value_ints=[3,4]>() "
         "e = Expand(c, s) y = Where(e, x, z) }",
-        # Here it does not apply.
+        # To this graph the rule does not apply.
         "agraph (float[1,3] x, float[1,3] z) => (float[2,3] y) { s = Constant<value_ints=[2,3]>() e = "
         "Expand(x, s) y = Add(e, z) }",
         "agraph (float[1,3] x, float[2,6] z) => (float[2,6] y) <int64[2] s = {2, 2}> { e = Tile(x, s) y = Add(e, z) }",
@@ -472,7 +476,7 @@ class RemoveExpandBeforeBroadcast(RegionRule, family="idioms"):
 
 
 def _broadcast_to(out: tuple[Dim, ...], shapes: list[tuple[Dim, ...]]) -> bool:
-    """Whether, of shapes that broadcast, each dimension of the result stands in one of them."""
+    """Whether these shapes broadcast to `out`: each dimension of `out` must occur in one of them."""
     for i, dim in enumerate(reversed(out)):
         dims = [s[-1 - i] for s in shapes if len(s) > i]
         if dim is None or dim not in dims:

@@ -19,7 +19,9 @@ from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, profitable, req
 
 
 def _factor(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
-    """A value as x * c or x / c, with c a constant of one element that adds no dimension."""
+    """A value as x * c or x / c, with a constant c of one element that adds no dimension: x, the factor and the node;
+    None if it is no such product.
+    """
     node = reader.producer(value)
     if node is None or node.op not in ("Mul", "Div") or len(node.inputs) != 2:
         return None
@@ -42,9 +44,10 @@ def _factor(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
 
 
 def _broadcasts(shape: tuple[Dim, ...], scores: tuple[Dim, ...]) -> bool:
-    """Whether a mask is one that Attention takes: the last dimension that of the scores, others 1 or equal.
+    """Whether Attention takes a mask of this shape: its last dimension is that of the scores, and the others are 1 or
+    equal.
 
-    One row for all queries is repeated for each, if their number is known.
+    A mask with one row for all queries is repeated for each query, if the number of queries is known.
     """
     if not 2 <= len(shape) <= len(scores):
         return False
@@ -56,7 +59,8 @@ def _broadcasts(shape: tuple[Dim, ...], scores: tuple[Dim, ...]) -> bool:
     return all(m == 1 or (m is not None and m == s) for m, s in zip(batch[::-1], lead[::-1]))
 
 
-# A scale that float32 holds with all its bits, and so does its root, by which ONNX Runtime multiplies queries and keys.
+# The limits of a scale: float32 holds it, and its root, with all bits. ONNX Runtime multiplies queries and keys by the
+# root.
 _SMALLEST, _GREATEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _LEAST = float(np.finfo(np.float32).min)
 _ABOVE_LEAST = float(np.nextafter(np.finfo(np.float32).min, np.float32(0)))
@@ -64,7 +68,9 @@ _ABOVE_LEAST = float(np.nextafter(np.finfo(np.float32).min, np.float32(0)))
 
 @dataclass(slots=True)
 class _Passed:
-    """The nodes between the softmax and the queries and keys, and their values. `inner` values are read once."""
+    """The nodes between the softmax and the queries and keys, collected on the way up. Their `inner` values must be
+    read once.
+    """
 
     reader: Reader
     nodes: list[Node]
@@ -73,7 +79,7 @@ class _Passed:
     scale: float = 1.0
 
     def unmasked(self, value: Value) -> Value:
-        """The scores that masks are added to; the value itself if there are none."""
+        """The scores to which masks are added; the value itself if there are no masks."""
         while len(self.masks) < _MOST_MASKS:
             node = made_by(self.reader, value, "Add")
             scores = next((a for a, _ in operands(node) if _is_product(self.reader, a, _MOST_MASKS)), None)
@@ -86,7 +92,7 @@ class _Passed:
         return value
 
     def unscaled(self, value: Value) -> Value:
-        """The value without the constants that it is multiplied with, in any number of steps."""
+        """The value without the constants by which it is multiplied, in any number of steps."""
         while (factor := _factor(self.reader, value)) is not None:
             self._pass(factor[2], value)
             value, number, _ = factor
@@ -101,7 +107,9 @@ class _Passed:
         return node
 
     def untransposed(self, value: Value, grouped: bool) -> tuple[_Keys, tuple[int, ...]]:
-        """The keys, if a value is their transpose, with the permutation that makes them [batch, heads, keys, size]."""
+        """The keys, if a value is their transpose, and the permutation that brings them to [batch, heads, keys,
+        size].
+        """
         perm: tuple[int, ...] = (0, 1, 3, 2)
         keys = _Keys(value)
         while True:
@@ -123,7 +131,9 @@ class _Passed:
                 return replace(keys, value=scaled), perm
 
     def unrepeated(self, value: Value) -> _Keys | None:
-        """Keys or values of fewer heads, if each is repeated in turn: [b,h,1,n,d] -> [b,h,r,n,d] -> [b,h*r,n,d]."""
+        """The original keys or values, if each head of theirs is repeated: [b,h,1,n,d] -> [b,h,r,n,d] -> [b,h*r,n,d];
+        else None.
+        """
         expand = made_by(self.reader, value, "Reshape")
         expand = None if expand is None else made_by(self.reader, expand.inputs[0], "Expand")
         if expand is None:
@@ -152,18 +162,18 @@ class _Passed:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Keys or values: [b,h,n,d], or [b,h,1,n,d] where each head serves `repeats` heads of the queries."""
+    """Keys or values: [b,h,n,d], or [b,h,1,n,d] if `repeats` heads of the queries share each head."""
 
     value: Value
     repeats: int = 1
 
 
-# Masks that are added to the scores one after the other: a bias for positions and a mask for padding.
+# How many masks may be added to the scores one after the other: a bias for positions and a mask for padding.
 _MOST_MASKS = 2
 
 
 def _is_product(reader: Reader, value: Value, masks: int) -> bool:
-    """Whether a value is a matrix product, scaled and with less than so many masks added."""
+    """Whether a value is a matrix product that may be scaled, and to which fewer than `masks` masks are added."""
     while (factor := _factor(reader, value)) is not None:
         value = factor[0]
     node = reader.producer(value)
@@ -174,12 +184,12 @@ def _is_product(reader: Reader, value: Value, masks: int) -> bool:
 
 
 class _FuseAttention(RegionRule, family="attention"):
-    """A rule that writes Attention for a softmax of scaled scores and a product with the values."""
+    """A rule that writes Attention for a softmax of scaled scores and the product of its result with the values."""
 
     nonempty = True
     proof = "numeric"
     relies_on = "softmax of scaled scores; several scales make one product, rounded to float32"
-    # ONNX Runtime has kernels for these.
+    # The element types for which ONNX Runtime has kernels of Attention.
     dtypes = FLOAT
     anchors = ("Softmax",)
 
@@ -190,12 +200,15 @@ class _FuseAttention(RegionRule, family="attention"):
         if weights is None:
             return None
         nodes, last = weights
-        # Heads that share keys are looked for first; where keys and values do not share alike, nothing is shared.
+        # First with shared heads of keys and values. If keys and values are not shared in the same way, without
+        # sharing.
         return self._region(reader, nodes, last, True) or self._region(reader, nodes, last, False)
 
     @staticmethod
     def _weights(reader: Reader, node: Node) -> tuple[tuple[Node, ...], Node] | None:
-        """The nodes that make the weights of the values from the scores, and the product with the values."""
+        """The nodes that compute the softmax weights from the scores, and the product of the weights with the values;
+        else None.
+        """
         readers = reader.users(node.outputs[0])
         if len(readers) != 1 or readers[0].op != "MatMul" or readers[0].inputs[0] != node.outputs[0]:
             return None
@@ -252,8 +265,9 @@ class _FuseAttention(RegionRule, family="attention"):
         for other in reversed(masks):
             mask = sum_of(op, other, mask)
         if mask is not None:
-            # ONNX Runtime gives zeros for a fully masked row. It also treats the least float as a mask, for which a
-            # softmax gives equal weights. The float next to it masks the same.
+            # ONNX Runtime gives zeros for a fully masked row. It also takes the least float for a mask; a softmax gives
+            # equal weights to a row of such numbers. The next greater float masks as well, and ONNX Runtime does not
+            # take it for a mask.
             mask = op.Where(op.Equal(mask, _LEAST), np.asarray(_ABOVE_LEAST, np.float32), mask)
         if mask is not None and mask.shape[-2] != q.shape[2]:
             mask = op.Expand(mask, [q.size(2), 1])
@@ -261,7 +275,7 @@ class _FuseAttention(RegionRule, family="attention"):
 
 
 def _once(shape: tuple[Dim, ...] | None, repeats: int) -> tuple[Dim, ...] | None:
-    """The shape of keys or values as they are before they are repeated: of [b,h,1,n,d] it is [b,h,n,d]."""
+    """The shape of keys or values before they are repeated: for [b,h,1,n,d] it is [b,h,n,d]."""
     return shape if shape is None or repeats == 1 else shape[:2] + shape[3:]
 
 
@@ -286,19 +300,19 @@ _NEAR_MISSES = (
 
 
 def _guarded(text: str) -> str:
-    """The graph with a guard against NaN between the softmax p and the product."""
+    """The text of a graph with a guard against NaN inserted between the softmax p and the product."""
     return text.replace("y = MatMul(p, ", "n = IsNaN(p) w = Where(n, 0.0, p) y = MatMul(w, ")
 
 
 class FuseAttention(_FuseAttention):
     """softmax(q @ transpose(k) * scale + mask) @ v -> attention(q, k, v, mask), for four dimensions.
 
-    The scale may be a product or a quotient, of q, of k (before or after its transpose), of the scores. There may be
-    no mask, or two that are added one after the other. Batches are the same in q, k and v. So are heads, but for those
-    of k and v that are repeated: several heads of q may share each.
+    The scale may multiply or divide q, k (before or after its transpose) or the scores. There may be no mask, or two
+    that are added one after the other. q, k and v have the same batch. They also have the same number of heads, unless
+    heads of k and v are repeated: then several heads of q share each.
     """
 
-    may_remove_nonfinite = True  # a row of the mask that is nothing but -inf: zeros instead of NaN
+    may_remove_nonfinite = True  # for a row of the mask that is nothing but -inf: zeros instead of NaN
 
     examples = graphs(
         "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v, float[1,1,3,5] m) => (float[N,2,3,6] y) "
@@ -323,8 +337,9 @@ class FuseAttention(_FuseAttention):
 class FuseGuardedAttention(_FuseAttention):
     """where(isnan(p), 0, p) @ v -> where(isnan(y), 0 @ v, y)  for p = softmax(...), y = attention(q, k, v, mask).
 
-    PyTorch's exporter writes this guard for rows that are masked everywhere. Attention gives zeros for them, too. But
-    where q, k or the scores are not finite, it gives NaN, and the guard zeros: so 0 @ v takes the place of NaN.
+    PyTorch's exporter writes this guard for rows that are masked everywhere. Attention gives zeros for such rows, too.
+    But if q, k or the scores are not finite, Attention gives NaN, while the guard gives zeros. So the right side
+    replaces NaN by 0 @ v.
     """
 
     examples = graphs(
@@ -383,11 +398,13 @@ class FuseGuardedAttention(_FuseAttention):
         return op.Where(op.IsNaN(y), nothing, y)
 
 
-# Rotary embeddings, nearest neighbours
+# Rotary embeddings
 
 
 def _repeats_half(reader: Reader, value: Value) -> bool:
-    """Whether the last dimension of a value, which is even, is the same half twice: functions of concat(f, f)."""
+    """Whether the last dimension of a value, which is even, consists of the same half twice: functions of
+    concat(f, f).
+    """
     while True:
         node = reader.producer(value)
         if node is None:
@@ -406,7 +423,7 @@ def _repeats_half(reader: Reader, value: Value) -> bool:
             if not scaled:
                 return False
             value = scaled[0]
-        elif node.op == "Unsqueeze" or is_unary(node):  # (a dimension of 1 is not the last one)
+        elif node.op == "Unsqueeze" or is_unary(node):  # a new dimension of 1 is not the last one
             value = node.inputs[0]
         else:
             return False
@@ -415,7 +432,7 @@ def _repeats_half(reader: Reader, value: Value) -> bool:
 class FuseRotaryEmbedding(RegionRule, family="idioms"):
     """x * [c|c] + [-x2|x1] * [s|s] -> rotaryembedding(x, c, s)  for x = [x1|x2] of four dimensions.
 
-    `rotate_half` of the transformers library writes it so.
+    The function `rotate_half` of the transformers library writes it like this.
     """
 
     dtypes = FLOAT
@@ -482,7 +499,7 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
 
     @staticmethod
     def _rotated(reader: Reader, value: Value) -> Value | None:
-        """[x1|x2], if a value is [-x2|x1]."""
+        """The value [x1|x2], if the given value is [-x2|x1]; else None."""
         concat = made_by(reader, value, "Concat")
         if concat is None or len(concat.inputs) != 2 or axis_of(concat, 4) != 3:
             return None

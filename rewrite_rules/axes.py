@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 
 def front(axis: int, rank: int) -> int:
-    """An axis counted from the front; refuses one that a tensor of this rank does not have."""
+    """An axis counted from the front. Refuses an axis that a tensor of this rank does not have."""
     require(-rank <= axis < rank, "an axis is out of range")
     return axis % rank
 
 
 def fronts(axes: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Axes counted from the front; refuses repeated ones, whose meaning ONNX does not define."""
+    """Axes counted from the front. Refuses repeated axes, whose meaning ONNX does not define."""
     out = tuple(front(a, rank) for a in axes)
     profitable(len(set(out)) == len(out), "an axis is repeated")
     return out
 
 
 def permutation(perm: Sequence[int] | None, rank: int) -> tuple[int, ...]:
-    """A Transpose's permutation; the absent one reverses the dimensions."""
+    """A Transpose's permutation. Without the attribute it reverses the dimensions."""
     return tuple(range(rank))[::-1] if perm is None else tuple(perm)
 
 
@@ -61,28 +61,30 @@ def perm_of(node: Node, rank: int) -> tuple[int, ...]:
 
 
 def rank_of(reader: Reader, *values: Value) -> int:
-    """The common rank of values; refuses where it is unknown or differs."""
+    """The common rank of values. Refuses an unknown rank and different ranks."""
     first, *more = [reader.val(v).rank for v in values]
     require(all(rank == first for rank in more), "ranks differ")
     return first
 
 
 def ints_input(reader: Reader, node: Node, index: int) -> tuple[int, ...] | None:
-    """The numbers of a constant input; None where it is left out. Refuses what is not a small constant."""
+    """The numbers of a constant input; None if the input is left out. Refuses an input that is not a small constant."""
     if index >= len(node.inputs) or node.inputs[index] == ABSENT:
         return None
     return reader.val(node.inputs[index]).ints
 
 
 def required(value: T | None, reason: str) -> T:
-    """The value. Refuses the match if it is None."""
+    """The value, if it is not None. Refuses the match if it is."""
     if value is None:
         raise Refused(reason)
     return value
 
 
 def slice_numbers(reader: Reader, node: Node, rank: int) -> list[tuple[int, int, int, int]]:
-    """The axes (from the front), starts, ends (see `slice_ends`) and steps of a Slice; refuses what is not constant."""
+    """The axes (from the front), starts, ends (see `slice_ends`) and steps of a Slice. Refuses inputs that are not
+    constant.
+    """
     starts, ends, axes, steps = (ints_input(reader, node, i) for i in range(1, 5))
     starts, ends = required(starts, "a start is left out"), required(ends, "an end is left out")
     steps = steps or (1,) * len(starts)
@@ -94,12 +96,12 @@ def slice_numbers(reader: Reader, node: Node, rank: int) -> list[tuple[int, int,
 
 
 def slice_ends(ends: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
-    """The ends of a slice as ONNX, and Python, mean them (`ends_of_slice`)."""
+    """The ends of a Slice as ONNX, and Python, mean them (`ends_of_slice`)."""
     return tuple(ends_of_slice(np.array(ends, np.int64), np.array(steps, np.int64)).tolist())
 
 
 def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
-    """Whether two shapes are known and equal, whatever the sizes of their symbols."""
+    """Whether two shapes are known and are equal at all sizes of their symbols."""
     return a is not None and b is not None and len(a) == len(b) and all(map(dims.equal, a, b))
 
 
@@ -109,7 +111,7 @@ def axis_of(node: Node, rank: int, default: int = 0) -> int:
 
 
 def own_axes(reader: Reader, node: Node) -> tuple[int, ...]:
-    """The axes whose positions a node takes together (see `xrlflow.ops.axes`)."""
+    """The axes along which a node combines positions (see `xrlflow.ops.axes`)."""
     axes = AXES[node.op]
     if not axes.own:
         return ()
@@ -126,17 +128,18 @@ def keeps_axes(node: Node) -> bool:
 
 
 def data_inputs(node: Node) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """The inputs that have the axes of the result, and the others except those that list axes."""
+    """The inputs that have the axes of the result, and the other inputs except those that list axes."""
     axes = AXES[node.op]
     count = 1 if axes.of == "first" else len(node.inputs)
     return node.inputs[:count], () if axes.own == "axes" else node.inputs[count:]
 
 
 def reshape_numbers(before: Sequence[Dim], after: Sequence[Dim]) -> list[int]:
-    """The constant shape that makes a Reshape of `before` give `after`, for every binding of the symbols.
+    """The constant shape with which a Reshape of `before` gives `after`, for all sizes of the symbols.
 
-    A symbol that stands in the same place is copied (0), one other is left to be inferred (-1), if no other
-    dimension can be 0. Refuses where that does not do, and where a dimension becomes 0, which would be copied.
+    A symbol at the same index is copied (0). One more symbol may be inferred (-1), if no other dimension can be 0.
+    Refuses if this is not enough. Refuses a dimension that becomes 0, because Reshape would copy the input's dimension
+    instead.
     """
     out: list[int] = []
     for i, dim in enumerate(after):

@@ -1,4 +1,6 @@
-"""Helpers for control-flow bodies: they take loops apart and build them again, and map values across the border."""
+"""Helpers for control-flow bodies. They take loops apart, build them again, and map values between a body and the graph
+around it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """A sequence that a Scan iterates over, and the element that a step sees."""
+    """A sequence over which a Scan iterates, and the element that a step sees."""
 
     sequence: Val
     element: Value
@@ -52,7 +54,7 @@ class Scanned:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """An output of each step; the loop concatenates them."""
+    """An output that each step computes; the loop concatenates these results."""
 
     value: Value
     axis: int
@@ -62,7 +64,7 @@ class Collected:
 
 @dataclass(slots=True)
 class Parts:
-    """The parts of a loop. `captured` pairs a value outside with its name inside.
+    """The parts of a loop. `captured` has pairs: a value outside, and the name by which the body reads it.
 
     `graph` is the loop's body, or an edited version with the same outputs in the same order.
     """
@@ -95,7 +97,9 @@ class Loop:
 
     @property
     def lead(self) -> int:
-        """The number of leading inputs: a Loop has trip count and condition, its body iteration and condition."""
+        """The number of first inputs that are no states: a Loop has trip count and condition, its body iteration and
+        condition.
+        """
         return 2 if self.node.op == "Loop" else 0
 
     @property
@@ -127,7 +131,7 @@ class Loop:
 
     @property
     def scan_axes(self) -> tuple[tuple[int, int], ...]:
-        """The axis and direction of each sequence."""
+        """The axis and the direction of each sequence of a Scan."""
         return self._axes("scan_input", self.scans)
 
     @property
@@ -151,7 +155,7 @@ class Loop:
         return value not in self.graph.inputs and self.graph.type(value).const
 
     def parts(self, inputs: Sequence[Val | None]) -> Parts:
-        """The loop's parts, with the values that a region's target gets."""
+        """The loop's parts, from the values that a region's target gets as inputs."""
         types = self.node.types
         vals = [v for v in inputs[self.lead :] if v is not None]
         initial, sequences = vals[: self.states], vals[self.states : self.states + self.scans]
@@ -192,7 +196,7 @@ def known_condition(graph: Graph, condition: Value) -> bool | None:
 
 
 def take_apart(node: Node) -> Loop | None:
-    """A Loop or Scan as a `Loop`; None for other nodes, and if an input or output is missing."""
+    """The parts of a Loop or Scan as a `Loop`; None for other nodes, and if an input or output is missing."""
     body = node.attrs.get("body")
     if not isinstance(body, Body):
         return None
@@ -211,14 +215,14 @@ def take_apart(node: Node) -> Loop | None:
 
 
 def taken_apart(region: Region) -> Loop:
-    """The loop of a region that `Loop.region` made."""
+    """The loop of a region that `Loop.region` has built."""
     loop = take_apart(region.nodes[0])
     assert loop is not None
     return loop
 
 
 def put_together(op: Op, loop: Loop, parts: Parts, inputs: Sequence[Val | None]) -> list[Val]:
-    """Build the loop of these parts. Returns its final states and collected outputs.
+    """Build a loop from these parts. Returns its final states and collected outputs.
 
     Sequences and captured values that no step reads any more are left out.
     """
@@ -229,7 +233,7 @@ def put_together(op: Op, loop: Loop, parts: Parts, inputs: Sequence[Val | None])
         read_values = {v for n in needed(graph, outputs) for v in n.inputs} | set(outputs)
         scans = [s for s in scans if s.element in read_values] or scans[
             :1
-        ]  # at least one must give the number of steps
+        ]  # at least one must stay to give the number of steps
     lead = list(inputs[: loop.lead])
     formals = (
         *loop.graph.inputs[: loop.lead],
@@ -258,7 +262,9 @@ def put_together(op: Op, loop: Loop, parts: Parts, inputs: Sequence[Val | None])
 
 
 def with_condition(op: Op, explicit: Sequence[Val | None], captured: Sequence[Val]) -> list[Val | None]:
-    """A node's inputs. A left-out condition of a Loop may stand between inputs, but not at the end."""
+    """The inputs of a node. If a Loop's condition is left out, it stays between other inputs, but is removed at the
+    end.
+    """
     inputs = list(explicit)
     if inputs and inputs[-1] is None and not captured:
         inputs[-1] = op.Identity(np.array(True))
@@ -284,7 +290,9 @@ def with_captured(
     captured: Sequence[tuple[Val, Value]],
     name: str,
 ) -> tuple[Body, list[Val]]:
-    """A body without unused nodes, and the values that it captures. Captured constants become constants of the body."""
+    """A body without unused nodes, and the values that it captures. Constants from outside become constants of the
+    body.
+    """
     inputs = (*formals, *(inside for _, inside in captured))
     graph = Graph.make(needed(graph, outputs), inputs, tuple(outputs), graph.leaves)
     for val, inside in captured:
@@ -298,7 +306,7 @@ def with_captured(
 
 
 def _bound(graph: Graph, val: Val, inside: Value) -> Graph:
-    """The body with one of its inputs bound to a constant of the graph around it."""
+    """The body with one of its inputs replaced by a constant of the graph around it."""
     outer = val.graph
     nodes = needed(outer, [val.value])
     for value in (val.value, *(v for n in nodes for v in n.inputs)):
@@ -316,13 +324,14 @@ def _share(source: Graph, target: Graph, value: Value) -> None:
         target.leaves.names.setdefault(value, name)
 
 
-# Inside and outside
+# Values inside and outside of a body
 
 
 class Outside:
-    """Maps values of a body to values of the graph around it. It starts with the pairs in `known`, and adds others.
+    """Maps values of a body to values of the graph around it. The map begins with the pairs in `known` and grows as
+    needed.
 
-    `sizes_only`: copied types lose the body's symbols, which may stand for another number in each step.
+    `sizes_only`: copied types lose the body's symbols, whose numbers may differ from step to step.
     """
 
     def __init__(
@@ -335,7 +344,7 @@ class Outside:
         self.sizes_only = sizes_only
 
     def __call__(self, value: Value) -> Val:
-        """The value outside. Copies the node or constant that makes it, unless that has been done."""
+        """The value outside. The node or constant that computes it is copied to the outside, unless it already was."""
         val = self.values.get(value)
         if val is not None:
             return val
@@ -363,7 +372,7 @@ def _sizes(type: TensorType) -> TensorType:
 
 
 def around(inputs: Sequence[Val | None]) -> Graph:
-    """The graph that contains a match."""
+    """The graph that contains the match with these inputs."""
     return next(v.graph for v in inputs if v is not None)
 
 
@@ -384,14 +393,14 @@ def repeats(graph: Graph) -> bool:
 
 
 def through_identity(graph: Graph, value: Value) -> Value:
-    """The value behind any Identity nodes above this value."""
+    """The value from which any chain of Identity nodes copies this value."""
     while (node := graph.producers.get(value)) is not None and node.op == "Identity":
         value = node.inputs[0]
     return value
 
 
 def without_nodes(graph: Graph, nodes: Sequence[Node]) -> Graph:
-    """A graph without these nodes; their results come from outside under the same names."""
+    """A graph without these nodes. Their results become values from outside, with the same names."""
     removed = {n.id for n in nodes}
     for node in nodes:
         for value, type in zip(node.outputs, node.types):
@@ -402,17 +411,17 @@ def without_nodes(graph: Graph, nodes: Sequence[Node]) -> Graph:
 
 
 def outside_name(value: Value) -> Value:
-    """The name, inside a body, of the value that is made outside in place of `value`."""
+    """The name that a body has for the value computed outside instead of `value`."""
     return mix(digest("made outside"), value)
 
 
 def made_outside(graph: Graph, value: Value, type: TensorType) -> Val:
-    """The value that is made outside in place of `value`, as the body sees it."""
+    """The value that is computed outside instead of `value`, as the body sees it."""
     name = outside_name(value)
     graph.leaves.types[name] = type.as_const(False)
     return Val(graph, name, graph.leaves.types[name])
 
 
 def put_in_place(op: GraphBuilder, value: Value, replacement: Any) -> Graph:
-    """The builder's graph, with `replacement` in the place of a value."""
+    """The builder's graph, with `value` replaced by `replacement`."""
     return apply_edit(op.graph, op.edit("hoist", [value], [replacement]))[0]

@@ -1,4 +1,4 @@
-"""Constant expressions that cut and join weights. Cutting and joining again gives the original constants."""
+"""Helpers that cut and join constant weights. What is cut and joined again becomes the original constant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rewrite_rules.axes import axis_of
 from xrlflow.ir import Node
 from xrlflow.rewrite import Op, Val
 
-# The most multiplications for a product of constants, which is computed when the model is written.
+# The most multiplications of a product of constants, which is computed when the model is written.
 AT_EXPORT = 1 << 32
 
 
@@ -19,7 +19,7 @@ def _producer(v: Val) -> Node | None:
 
 
 def slice_constant(op: Op, w: Val, axis: int, start: int, stop: int) -> Any:
-    """w[start:stop] along an axis; the original part if w is a Concat of it."""
+    """w[start:stop] along an axis; if w is a Concat that has exactly this part, the part itself."""
     node = _producer(w)
     if node is not None and node.op == "Concat" and axis_of(node, w.rank) == axis:
         parts = [Val(w.graph, v, w.graph.type(v)) for v in node.inputs]
@@ -31,7 +31,7 @@ def slice_constant(op: Op, w: Val, axis: int, start: int, stop: int) -> Any:
 
 
 def concat_constants(op: Op, parts: Sequence[Val], axis: int) -> Any:
-    """The concatenation of the parts; the constant that they were cut out of, if they cover it."""
+    """The concatenation of the parts; if they are all parts of one constant, that constant."""
     first = _producer(parts[0])
     if first is not None and first.op == "Slice":
         source = Val(parts[0].graph, first.inputs[0], parts[0].graph.type(first.inputs[0]))
@@ -48,9 +48,10 @@ def concat_constants(op: Op, parts: Sequence[Val], axis: int) -> Any:
 
 
 def cut_order(parts: Sequence[Val]) -> list[int]:
-    """The order in which parts were cut out of one constant, or else an order that depends only on the parts.
+    """The order in which the parts were cut out of one constant. For other parts, an order that depends only on the
+    parts.
 
-    Callers that join the same parts (for instance in each time step) so get the same constant.
+    So callers that join the same parts (for instance in each time step) get the same constant.
     """
     by_value = sorted(range(len(parts)), key=lambda i: parts[i].value)
     positions = []
@@ -66,7 +67,7 @@ def cut_order(parts: Sequence[Val]) -> list[int]:
 
 
 def _is_slice(part: Val, source: Val, axis: int, start: int, stop: int) -> bool:
-    """Whether a constant is source[start:stop] as `slice_constant` writes it."""
+    """Whether a constant is source[start:stop], written as `slice_constant` does."""
     node = _producer(part)
     if node is None or node.op != "Slice" or node.inputs[0] != source.value or len(node.inputs) != 4:
         return False

@@ -1,4 +1,4 @@
-"""Rules for control flow: they move work out of loops, unroll loops, and inline branches with a known condition."""
+"""Rules for control flow: they move work out of loops, unroll loops, and replace an If by a branch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from xrlflow.rewrite import (
 class InlineConstantIf(RegionRule, family="control"):
     """if true then f(x) else g(x) -> f(x), and g(x) for false.
 
-    Exporters leave such branches behind where a condition on a shape turns out to be constant.
+    Exporters write such an If for a condition on a shape, which turns out to be constant.
     """
 
     canonicalises = True
@@ -88,7 +88,7 @@ class InlineConstantIf(RegionRule, family="control"):
 
 
 def _inlined(op: Op, body: Body, graph: Graph, captured: Sequence[Val]) -> list[Val]:
-    """Build the nodes of a branch in the graph around it. Returns the branch's outputs."""
+    """Build the nodes of a branch in the graph that contains the If. Returns the branch's outputs."""
     outside = Outside(op, body.graph, graph, dict(zip(body.captured, captured)))
     for node in body.graph.topological():
         outside.copy(node)
@@ -96,7 +96,7 @@ def _inlined(op: Op, body: Body, graph: Graph, captured: Sequence[Val]) -> list[
 
 
 def _branches(node: Node) -> dict[bool, tuple[Body, tuple[Value, ...]]]:
-    """The branches of an If by its condition, each with what it captures."""
+    """The branches of an If by its condition, each with the values that it captures."""
     branches: dict[bool, tuple[Body, tuple[Value, ...]]] = {}
     at = len(node.explicit_inputs)
     for name, body in bodies(node):
@@ -108,8 +108,9 @@ def _branches(node: Node) -> dict[bool, tuple[Body, tuple[Value, ...]]]:
 class DropFailingBranch(RegionRule, family="control"):
     """if c then f(x) else g(x) -> g(x)  when f(x) always leads to an error, and f(x) when g(x) does.
 
-    Exporters write a branch for every case that a function of the framework knows: a rank without the dimension to
-    squeeze, a sequence without a batch. If the nodes that follow admit one case only, the condition is superfluous.
+    Exporters write a branch for every case that a function of the framework handles: a rank without the dimension to
+    squeeze, a sequence without a batch. If the nodes after the If admit only one of the cases, its condition is
+    superfluous.
     """
 
     may_lose_errors = ("sizes", "indices")
@@ -164,12 +165,12 @@ class DropFailingBranch(RegionRule, family="control"):
         return _inlined(op, region.data, condition.graph, captured)
 
 
-# Limits of the check for failing branches: nodes examined after an If, and other branches decided.
+# Limits of the check for failing branches: how many nodes after an If are examined, and how many other Ifs are decided.
 _MOST_BELOW, _MOST_SEEN, _MOST_DECIDED = 256, 512, 16
 
 
 def _below(reader: Reader, node: Node) -> list[Value]:
-    """Ids of the nodes that depend on a node, nearest first."""
+    """The ids of the nodes that depend on a node, nearest first."""
     ids: dict[Value, None] = {}
     work = [node]
     for at in work:
@@ -182,7 +183,7 @@ def _below(reader: Reader, node: Node) -> list[Value]:
 
 
 def _leads_to_an_error(graph: Graph, node: Node, branch: bool, below: Sequence[Value]) -> bool:
-    """Whether a node that always runs refuses its inputs if this branch runs."""
+    """Whether, if this branch runs, a node that always runs refuses its inputs."""
     after = _taking(graph, node, branch)
     if after is None:
         return False
@@ -215,7 +216,8 @@ def _leads_to_an_error(graph: Graph, node: Node, branch: bool, below: Sequence[V
 
 def _taking(graph: Graph, node: Node, branch: bool) -> Graph | None:
     """The graph in which this branch always runs, with types inferred again; None if these contradict the types that
-    the file declares for the results."""
+    the file declares for the results.
+    """
     body, captured = _branches(node)[branch]
     op = GraphBuilder(graph)
     try:
@@ -227,7 +229,7 @@ def _taking(graph: Graph, node: Node, branch: bool) -> Graph | None:
 
 def _is_refused(graph: Graph, node: Node) -> bool:
     """Whether shape inference refuses an operator's inputs."""
-    if is_opaque(node.op):  # the propagation of types has discovered it
+    if is_opaque(node.op):  # the propagation of types has found that the node fails
         return True
     if any(True for _ in bodies(node)) or schema(node.op) is None:
         return False
@@ -252,7 +254,9 @@ def _loop_example(
     condition: str = "",
     consts: str = "",
 ) -> str:
-    """A Loop that carries v to w and collects s. Its body sees i, x of `kind`, m[3,3], and the results of `before`."""
+    """The text of a Loop that carries v to w and collects s. Its body sees i, x of `kind`, m[3,3], and the results of
+    `before`.
+    """
     return (
         f"agraph (int64 n, {kind} x, {kind} z, float[3,3] m) => ({kind} last, float[T,2,3] all)"
         f" <int64 one = {{1}}, int64 three = {{3}}, bool yes = {{1}}, float[3] c = {{1, -2, 3}}{consts}> {{"
@@ -272,7 +276,9 @@ def _scan_example(
     step: str = "float[2,3]",
     consts: str = "",
 ) -> str:
-    """A Scan over x that carries h to k and collects s. Its body sees e, the step's part of x, and m[3,3]."""
+    """The text of a Scan over x that carries h to k and collects s. Its body sees e, the step's part of x, and
+    m[3,3].
+    """
     return (
         f"agraph ({sequence} x, {kind} z, float[3,3] m) => ({kind} last, {out} all)"
         f" <float[3] c = {{1, -2, 3}}, float[2,1] d = {{2, -1}}{consts}> {{"
@@ -281,7 +287,7 @@ def _scan_example(
     )
 
 
-# Operators that fail for no numbers, so that they may be computed even if the loop has no steps.
+# Operators that fail for no input, so that they may be computed even if the loop has no steps.
 _TOTAL = frozenset(
     (
         *UNARY,
@@ -308,8 +314,8 @@ def _may_divide_by_zero(node: Node) -> bool:
 class MoveInvariantsOutOfLoop(RegionRule, family="control"):
     """loop(f(c), x_t) -> y = f(c), loop(y, x_t)  when c is the same in every step.
 
-    Nodes of the body that depend only on captured values and constants are computed once. Nodes that may fail are moved
-    only if the loop has at least one step.
+    Nodes of the body that depend only on captured values and constants are computed once, outside. Nodes that may fail
+    are moved only if the loop has at least one step.
     """
 
     anchors = ("Loop", "Scan")
@@ -324,7 +330,7 @@ class MoveInvariantsOutOfLoop(RegionRule, family="control"):
         _scan_example("a = MatMul(c, m) k = Add(h, e) s = Mul(k, a)"),
         _scan_example("t = Transpose(m) a = Add(t, c) b = MatMul(h, a) k = Add(b, e) s = Relu(k)",
                       sequence="float[2,4,3]", attributes=", scan_input_axes = [1]", out="float[4,2,3]"),
-        # A node that fails in the first step, if at all.
+        # With a node that may fail, and one step.
         _loop_example("", "on = Not(going) p, q = Split<axis = 0, num_outputs = 2>(x) t = Concat<axis = 0>(q, p)"
                       " w = Sub(v, t) s = Relu(w)", count="one"),
         *(_scan_example("p, q, r = Split<axis = 1, num_outputs = 3>(z) t = Concat<axis = 1>(r, p, q) k = Add(h, t)"
@@ -332,7 +338,7 @@ class MoveInvariantsOutOfLoop(RegionRule, family="control"):
                         attributes=f", scan_input_axes = [{axis}]", out=f"float[{length},N,3]", step="float[N,3]",
                         consts="")
           for length, axis in ((4, 1), (1, -2))),
-        # A constant is known inside the body, and not captured.
+        # With a constant, which the body contains and does not capture.
         _loop_example("q = Neg(c) r = Mul(q, c)", "on = Identity(going) a = MatMul(x, m) t = Add(v, r) w = Add(t, a)"
                       " s = Neg(w)"),
         _loop_example("", "on = Identity(going) a = Div(x, c) w = Mul(v, a) s = Neg(w)"),
@@ -368,9 +374,7 @@ class MoveInvariantsOutOfLoop(RegionRule, family="control"):
                 continue
             if not all(v == ABSENT or v in fixed or loop.is_constant(v) for v in inner.inputs):
                 continue
-            if (
-                inner.types[0].dtype == DType.UNDEFINED
-            ):  # then those of the other outputs are undefined as well
+            if inner.types[0].dtype == DType.UNDEFINED:  # the other outputs of the node are undefined as well
                 continue
             if starts or (inner.op in _TOTAL and not _may_divide_by_zero(inner)):
                 invariants.append(inner)
@@ -459,14 +463,15 @@ class UnrollLoop(RegionRule, family="control"):
         return [*states, *(op.Concat(*c, axis=0) if len(c) > 1 else c[0] for c in collected)]
 
 
-# Work on the whole sequence
+# Computation for all steps at once
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """How a value inside a loop is one step's part of a tensor: the tensor's axis for the steps, and the rank.
+    """Describes a value inside a loop that is one step's part of a larger tensor: the tensor's axis of steps, and its
+    rank.
 
-    Two values belong to one lane only if their tensors have the same positions.
+    Two values belong to one lane only if their tensors have the same positions along that axis.
     """
 
     axis: int
@@ -477,7 +482,7 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A product of a Concat with some parts in a lane. Each part has (start, stop) of the weight's rows."""
+    """A product of a Concat some of whose parts are in a lane. Each part has (start, stop) of the weight's rows."""
 
     node: Node
     lane: _Lane
@@ -487,7 +492,7 @@ class _Cut:
 
 @dataclass(slots=True)
 class _Lanes:
-    """The values of a body that depend on no earlier step, and how they are made."""
+    """The values of a body that depend on no earlier step, with the description of how each is computed."""
 
     loop: Loop
     of: dict[Value, _Lane]
@@ -511,7 +516,7 @@ class _Lanes:
         return value == ABSENT or value in self.fixed or self.loop.is_constant(value)
 
     def _lane(self, node: Node) -> _Lane | None:
-        """The lane of a node's result, if it can be computed for all steps at once."""
+        """The lane of a node's result, if it can be computed for all steps at once; else None."""
         lanes = {self.of[v] for v in node.inputs if v in self.of}
         if len(lanes) != 1 or not all(v in self.of or self._is_fixed(v) for v in node.inputs):
             return None
@@ -528,7 +533,7 @@ class _Lanes:
         return lane if self._is_product(node, lane) and node.inputs[0] in self.of else None
 
     def _is_product(self, node: Node, lane: _Lane) -> bool:
-        """Whether a product with a matrix takes rows that lie in the lane."""
+        """Whether the node multiplies rows that lie in the lane with a matrix."""
         if node.op not in ("MatMul", "Gemm") or not self._is_fixed(node.inputs[1]):
             return False
         if node.op == "Gemm" and (node.attrs.keys() - {"transB"} or lane.rank != 2):
@@ -536,7 +541,9 @@ class _Lanes:
         return self.loop.graph.type(node.inputs[1]).rank == 2 and lane.rank != lane.axis
 
     def _cut(self, node: Node) -> _Cut | None:
-        """A product of a Concat of a step's part of the sequence and other values (for instance a state)."""
+        """A product of a Concat that joins parts in a lane with other values (for instance a state); None if the node
+        is none.
+        """
         graph = self.loop.graph
         concat = graph.producers.get(node.inputs[0])
         if concat is None or concat.op != "Concat" or not self.loop.is_constant(node.inputs[1]):
@@ -563,7 +570,9 @@ class _Lanes:
         )
 
     def read_by_the_rest(self, graph: Graph, outputs: Sequence[Value]) -> list[Value]:
-        """The values computed for all steps at once that the rest of the body reads, or that are its outputs."""
+        """Of the values computed for all steps at once, those that the other nodes of the body read, or that it
+        returns.
+        """
         computed = {n.outputs[0] for n in self.nodes}
         values: dict[Value, None] = {}
         visited: set[Value] = set()
@@ -581,7 +590,7 @@ class _Lanes:
 
 
 class _Stacked:
-    """Builds the lanes' values for all steps at once, outside the loop."""
+    """Builds the values of the lanes for all steps at once, outside the loop."""
 
     def __init__(self, op: Op, lanes: _Lanes, outside: Outside) -> None:
         self.op = op
@@ -609,7 +618,9 @@ class _Stacked:
         return product if bias is None else op.Add(product, bias)  # type: ignore[no-any-return]
 
     def _operand(self, value: Value, lane: _Lane) -> Val | None:
-        """An operand outside the loop. It gets a dimension of 1 for the steps if broadcasting would misalign it."""
+        """An operand outside the loop. It gets a dimension of 1 for the steps if broadcasting would otherwise misalign
+        it.
+        """
         if value == ABSENT:
             return None
         val = self.outside(value)
@@ -621,7 +632,7 @@ class _Stacked:
         return self.op.Unsqueeze(val, [val.rank - behind])  # type: ignore[no-any-return]
 
     def of_cut(self, cut: _Cut) -> Val:
-        """The contribution of the parts in the lane to a product."""
+        """The summand of a product that comes from the parts in the lane."""
         op = self.op
         weight = self.outside(cut.node.inputs[1])
         axis = 1 if cut.node.attrs.get("transB") else 0
@@ -634,7 +645,7 @@ class _Stacked:
 
 
 def _rest_of(cut: _Cut, op: GraphBuilder) -> Any:
-    """The contribution of the other parts to a product, inside the loop."""
+    """The summand of a product that comes from the other parts, inside the loop."""
     graph = op.graph
 
     def val(value: Value) -> Val:
@@ -678,13 +689,14 @@ class HoistOutOfScan(RegionRule, family="control"):
         "agraph (float[T,3] x, float[T,3] y, float[3] z, float[3,2] m) => (float[3] last, float[T,2] all) {"
         " last, all = Scan (z, x, y) <num_scan_inputs = 2, body = b (float[3] h, float[3] e, float[3] f)"
         " => (float[3] k, float[2] s) { a = Mul(e, f) k = Sub(h, a) s = MatMul(a, m) }> }",
-        # A Concat of one step's parts, along an axis before and after the dimension of the steps.
+        # A Concat of one step's parts, once along an axis before the dimension of the steps and once along one after
+        # it.
         _scan_example("r = Neg(e) a = Concat<axis = 1>(e, r) b = MatMul(a, v) k = Add(h, b) s = Identity(b)",
                       consts=", float[6,3] v = {" + ", ".join(str(i % 5 - 2) for i in range(18)) + "}"),
         *(_scan_example(f"r = Exp(e) a = Concat<axis = {axis}>(e, r) p, q = Split<axis = {axis}, num_outputs = 2>(a)"
                         " b = Mul(p, q) k = Add(h, b) s = Neg(b)", sequence="float[2,T,3]",
                         attributes=", scan_input_axes = [-2]") for axis in (0, 1)),
-        # Two parts that depend on an earlier step.
+        # A Concat with two parts that depend on an earlier step.
         _scan_example("a = Concat<axis = -1>(h, e, z) b = Gemm(a, v, h) k = Tanh(b) s = Identity(k)",
                       consts=", float[9,3] v = {" + ", ".join(str(i % 7 - 3) for i in range(27)) + "}"),
         _scan_example("a = Clip(e, , one) b = Div(a, c) k = Add(h, b) s = Neg(b)", consts=", float one = {1}"),
@@ -755,7 +767,7 @@ class HoistOutOfScan(RegionRule, family="control"):
 
 
 def _scan_lanes(reader: Reader, loop: Loop) -> _Lanes:
-    """The lanes of a Scan: its sequences."""
+    """The lanes of a Scan: they begin with its sequences."""
     of: dict[Value, _Lane] = {}
     for value, element, (axis, backwards) in zip(loop.explicit[loop.states :], loop.elements, loop.scan_axes):
         rank = reader.type(value).rank
@@ -767,7 +779,7 @@ def _scan_lanes(reader: Reader, loop: Loop) -> _Lanes:
 class HoistOutOfLoop(RegionRule, family="control"):
     """loop(x[i] @ w, ...) -> y = x @ w, loop(y[i], ...)  when i is the number of the step.
 
-    Every function of only x[i] is computed for all of x at once, as in HoistOutOfScan.
+    Every function that depends only on x[i] is computed for all of x at once, as in HoistOutOfScan.
     """
 
     anchors = ("Loop",)
@@ -791,7 +803,7 @@ class HoistOutOfLoop(RegionRule, family="control"):
         "int64 two = {2}> { k1 = Add(n, one) t = Min(k1, two) last = Loop (t, , z) <body = b "
         "(int64 i, bool going, float[3] h) => (bool on, float[3] k) { on = Identity(going) e = Gather(x, i) "
         "f = Gather(y, i) a = Mul(e, f) k = Sub(h, a) }> }",
-        # A result computed from a constant is known inside the body.
+        # With a result computed from a constant, which is then a constant of the body.
         "agraph (int64 n, float[2] z) => (float[2] last) <int64 one = {1}, int64 two = {2}, "
         "float[3,2] x = {1, 2, 3, -1, -2, -3}> { k1 = Add(n, one) t = Min(k1, two) last = Loop (t, , z) <body = b "
         "(int64 i, bool going, float[2] h) => (bool on, float[2] k) { on = Identity(going) e = Gather(x, i) "
@@ -847,7 +859,7 @@ class HoistOutOfLoop(RegionRule, family="control"):
 
 
 def _loop_lanes(loop: Loop) -> _Lanes:
-    """The lanes of a Loop: the parts that it takes from tensors by the number of the step."""
+    """The lanes of a Loop: they begin with the parts that it gathers from tensors by the number of the step."""
     graph = loop.graph
     of: dict[Value, _Lane] = {}
     for value in graph.uses.get(graph.inputs[0], ()):
@@ -864,7 +876,7 @@ def _loop_lanes(loop: Loop) -> _Lanes:
 
 
 def _gathered(inner: GraphBuilder, value: Value, stack: Val, axis: int) -> Any:
-    """A step's part of the tensor that is made outside in place of a value of the body."""
+    """A step's part of the tensor that is computed outside instead of a value of the body."""
     graph = inner.graph
     index = Val(graph, graph.inputs[0], graph.type(graph.inputs[0]))
     return inner.Gather(made_outside(graph, value, stack.type), index, axis=axis)

@@ -1,4 +1,4 @@
-"""Rules that replace convolutions and pools by other operators, and merge them with their neighbours."""
+"""Rules that replace convolutions and pools by other operators, and rules that merge them with their neighbours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POINTWISE = per_rank("x[i,j{h}] w[m,p{1}] b[m]")
 
 _POOLED = per_rank("x[i,j{h}] w[m,p{1}]:const b[m]:const")
 
-# Attributes without effect on a kernel of one tap.
+# Attributes that have no effect if the kernel is 1x1.
 _UNHEEDED: dict[str, None] = {"auto_pad": None, "dilations": None}
 
 
@@ -36,7 +36,7 @@ _UNHEEDED: dict[str, None] = {"auto_pad": None, "dilations": None}
 
 
 def per_axis(attrs: Attrs, name: str, dims: int, default: int = 1) -> tuple[int, ...]:
-    """An attribute with one number for each spatial dimension (strides, dilations, kernel_shape)."""
+    """An attribute that has one number for each spatial dimension (strides, dilations, kernel_shape)."""
     value = attrs.get(name)
     return _ints(value) if isinstance(value, tuple) else (default,) * dims
 
@@ -48,7 +48,7 @@ def pads_of(attrs: Attrs, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def window_of(attrs: Attrs) -> tuple[int, ...]:
-    """A pool's kernel_shape, which it always has."""
+    """A pool's kernel_shape, a required attribute."""
     return _ints(attrs["kernel_shape"])
 
 
@@ -62,25 +62,27 @@ def require_no_padding(attrs: Attrs) -> None:
 
 
 def require_pointwise(attrs: Attrs) -> None:
-    """Refuse a convolution of one tap (1x1) that does more than mix channels. (auto_pad adds nothing to one tap.)"""
+    """Refuse a 1x1 convolution that does more than mix channels. (auto_pad adds no padding for a 1x1 kernel.)"""
     require("pads" not in attrs, "it pads")
     require("strides" not in attrs, "it strides")
 
 
 def meets_whole(x: Val, kernel: Sequence[int], attrs: Attrs) -> bool:
-    """Whether each known size of an image is at least that of a window, so that the result has elements."""
+    """Whether each known size of an image is at least that of a window, so that the result is not empty."""
     dims = x.rank - 2
     sizes = zip(x.shape[2:], *pads_of(attrs, dims), per_axis(attrs, "dilations", dims), kernel)
     return all(not isinstance(n, int) or n + b + a > d * (k - 1) for n, b, a, d, k in sizes)
 
 
 def per_channel(op: Op, b: Val, dims: int) -> Any:
-    """A bias [C] in the shape in which it broadcasts against [N, C, ...]."""
+    """A bias [C] in a shape that broadcasts against [N, C, ...]."""
     return op.Reshape(b, [b.size(0)] + [1] * dims)
 
 
 def worthwhile_data(*values: Val) -> None:
-    """Refuse tensors without elements: nothing is gained, and shape inferences disagree on their results."""
+    """Refuse tensors without elements: nothing is gained, and implementations of shape inference disagree on their
+    results.
+    """
     profitable(not any(0 in v.shape for v in values), "it is empty")
 
 
@@ -97,14 +99,14 @@ class _OneConv(Rule, family="convolution"):
         return op.Conv(x, w, b, attrs="c")
 
 
-# Convolutions of one tap and products of matrices
+# 1x1 convolutions and products of matrices
 
 
 class ReplacePointwiseConvByMatMul(_OneConv):
     """conv(x, w, b) -> reshape(w @ reshape(x) + b)  for a 1x1 kernel: the image is a matrix of channels by pixels."""
 
     nonempty = True
-    # TVM's kernels compute this product already. With channels last, the matrix would need layout conversions.
+    # TVM's kernels already compute this product. With channels last, the matrix would need layout conversions.
     backend = "onnxruntime"
     dtypes = WIDE
     shapes = per_rank("x[i,c{h}] w[m,c{1}] b[m]")
@@ -144,7 +146,7 @@ class ReplaceMatMulByPointwiseConv(Rule, family="convolution"):
 
 
 def _channels_last(rank: int) -> tuple[int, ...]:
-    """The permutation that makes [N, ..., C] of [N, C, ...]."""
+    """The permutation that turns [N, C, ...] into [N, ..., C]."""
     return (0, *range(2, rank), 1)
 
 
@@ -158,7 +160,7 @@ class MergeTransposedMatMulIntoConv(Rule, family="convolution"):
         return op.Transpose(op.MatMul(op.Transpose(x, perm="p"), w), perm="q")
 
     def where(self, m: Captures, x: Val, w: Val) -> None:
-        last = _channels_last(x.rank)  # an absent permutation reverses: refused
+        last = _channels_last(x.rank)  # an absent permutation reverses the dimensions, which is refused
         require(m.p == last, "the channels do not go last")
         require(m.q == inverse(last), "the channels do not come back")
         worthwhile_data(w)
@@ -193,7 +195,7 @@ class ReplaceConvOfTransposeByMatMul(Rule, family="convolution"):
         return op.Conv(op.Transpose(x, perm="p"), w, b, attrs="c")
 
     def where(self, m: Captures, x: Val) -> None:
-        # An absent permutation reverses the dimensions: another dimension would be the channels.
+        # An absent permutation reverses the dimensions, so that another dimension would become the channels.
         require(m.p is not None and m.p[1] == x.rank - 1, "the channels were not last")
         require_pointwise(m.c)
 
@@ -224,7 +226,7 @@ class ReplaceConvStrideBySlice(_OneConv):
 class FoldSliceIntoConvStride(Rule, family="convolution"):
     """conv(x[::s], w, b) -> conv(x, w, b; strides s)  for a 1x1 kernel."""
 
-    optional = ("b",)  # without axes or steps, the Slice takes no strides over the image
+    optional = ("b",)  # without axes or steps, the Slice does not take every s-th pixel
     shapes = per_rank("x[i,j{h}] w[m,p{1}] b[m] starts:const ends:const axes:const steps:const", ranks=(1, 2))
     examples = graphs(
         "(float[2,3,5,6] x) => (float[2,1,3,3] y) <float[1,3,1,1] w = {1,2,3}> "
@@ -283,7 +285,7 @@ class ReplaceDepthwisePointwiseConvByMul(_OneConv):
 class ReplaceFullConvByGemm(_OneConv):
     """conv(x, w, b) -> reshape(gemm(reshape(x), reshape(w), b))  when the kernel covers the image in a single place.
 
-    It also applies to an image of one pixel, which meets a single tap of a padded kernel.
+    It also applies to an image of one pixel: if it is padded, the pixel meets a single tap of the kernel.
     """
 
     dtypes = WIDE
@@ -306,7 +308,7 @@ class ReplaceFullConvByGemm(_OneConv):
         if "dilations" in m.c:
             spaced = zip(kernel, per_axis(m.c, "dilations", dims))
             require(all(k == 1 or d == 1 for k, d in spaced), "it is dilated")
-        for i in range(dims):  # hardly any convolution passes this check
+        for i in range(dims):  # almost all convolutions fail this check
             require(before[i] + x.size(2 + i) <= kernel[i], "the kernel does not meet the whole image")
         for i, stride in enumerate(per_axis(m.c, "strides", dims)):
             padded = before[i] + x.size(2 + i) + after[i]
@@ -362,9 +364,9 @@ class ReplacePatchConvByMatMul(_OneConv):
 
 
 def _filled(numbers: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """A Reshape's target shape with its 0s and its -1 filled in; refuses an empty tensor.
+    """A Reshape's target shape with its 0s and its -1 replaced by sizes. Refuses an empty tensor.
 
-    A 0 beyond the last dimension stays 0, and a -1 next to it stays -1: such a Reshape is invalid.
+    A 0 beyond the input's last dimension stays 0, and then a -1 stays -1: such a Reshape is invalid.
     """
     require(prod(sizes) > 0, "a tensor is empty")
     out = [sizes[i] if d == 0 and i < len(sizes) else d for i, d in enumerate(numbers)]
@@ -476,7 +478,7 @@ class ReplaceConvTransposeByConv(Rule, family="convolution"):
         return op.Reshape(transposed, reshape_numbers(transposed.shape, (batch, outputs, *sizes_out)))
 
 
-# Reshapes with exact correction
+# Exact replacements of a convolution by another one of a different shape
 
 
 class SplitDilatedConvIntoPhases(_OneConv):
@@ -534,7 +536,7 @@ class SplitDilatedConvIntoPhases(_OneConv):
 class MergeBatchIntoHeight(_OneConv):
     """conv(x, w, b) -> cut(conv(stack(x), w, b))  with the images of a batch below each other, padding between them.
 
-    Results of windows that meet two images are left out.
+    Results of windows that cover parts of two images are left out.
     """
 
     shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m]")
@@ -550,7 +552,7 @@ class MergeBatchIntoHeight(_OneConv):
 
     @staticmethod
     def _heights(m: Captures, x: Val, w: Val) -> tuple[int, int, int]:
-        """The heights of a padded image, of that image rounded up to a multiple of the stride, and of the window."""
+        """Three heights: of a padded image, of that image rounded up to a multiple of the stride, and of the window."""
         dims = x.rank - 2
         before, after = pads_of(m.c, dims)
         stride = per_axis(m.c, "strides", dims)[0]
@@ -582,14 +584,14 @@ class MergeBatchIntoHeight(_OneConv):
         return y if valid_rows == rows // batch else op.Slice(y, [0], [valid_rows], [2])
 
 
-# Attributes with a number for each spatial dimension, 1 for each by default.
+# Attributes that have a number for each spatial dimension, by default 1.
 _PER_AXIS = ("strides", "dilations")
 
 
 class RaiseConvToTwoDimensions(_OneConv):
     """conv(x, w, b) -> squeeze(conv(unsqueeze(x), unsqueeze(w), b))  from one spatial dimension to two.
 
-    ONNX Runtime has its fastest layout only for images.
+    ONNX Runtime uses its fastest layout only for two spatial dimensions.
     """
 
     unpriced = True
@@ -637,7 +639,7 @@ class LowerConvToOneDimension(_OneConv):
 
 
 class _MergeConvs(Rule, family="convolution"):
-    """Two convolutions, one after the other, of which one is pointwise."""
+    """A rule for two convolutions, one after the other, of which one has a 1x1 kernel."""
 
     composite_of = ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft")
     may_add_nonfinite = True
@@ -695,7 +697,7 @@ class MergePointwiseIntoConv(_MergeConvs):
 class MoveScaleIntoConvWeights(Rule, family="convolution"):
     """conv(x * s, w, b) -> conv(x, w * s, b)  for one image, a 1x1 kernel, and s a computed number for each channel.
 
-    Squeeze-and-excite computes such numbers. The target scales the weights instead of the image.
+    Squeeze-and-excite blocks compute such numbers. The target scales the weights instead of the image.
     """
 
     unpriced = True
@@ -719,12 +721,14 @@ class MoveScaleIntoConvWeights(Rule, family="convolution"):
 
 
 class _FoldPad(Rule, family="convolution"):
-    """A rule that folds a Pad into the padding of the next operator."""
+    """A rule that replaces a Pad by padding of the next operator."""
 
     optional: ClassVar[tuple[str, ...]] = ("value", "axes")
 
     def widened_pads(self, attrs: Attrs, x: Val, pads: Val, axes: Val | None) -> list[int]:
-        """The sum of both paddings. Refuses a Pad of other dimensions, and one that cuts the image."""
+        """The sums of the Pad's and the operator's padding. Refuses a Pad of other dimensions, and one that removes
+        pixels.
+        """
         rank = x.rank
         pad_axes = fronts(range(rank) if axes is None else axes.ints, rank)
         numbers = pads.ints
@@ -796,7 +800,7 @@ class FoldPadIntoAveragePool(_FoldPad):
 def meets_image(attrs: Attrs) -> bool:
     """Whether every window of a pool contains an element of the image, and not only padding.
 
-    Runtimes refuse padding as large as the window, so a window can miss the image only through dilation.
+    Runtimes refuse padding as large as the window, so a window can lie wholly in the padding only through dilation.
     """
     pads = per_axis(attrs, "pads", 0)
     return "dilations" not in attrs or not (any(pads) or "auto_pad" in attrs)
@@ -1030,7 +1034,7 @@ class ReplaceGlobalAveragePoolByMean(Rule, family="convolution"):
 class ReplaceGlobalMaxPoolByMax(ReplaceGlobalAveragePoolByMean):
     """globalmaxpool(x) -> reducemax(x; the spatial axes)."""
 
-    # Whether a kernel drops a NaN depends on the NaN's position.
+    # Whether ONNX Runtime's kernel ignores a NaN depends on the NaN's position.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     pool, reduce = "GlobalMaxPool", "ReduceMax"
@@ -1043,7 +1047,8 @@ class ReplaceMeanByGlobalAveragePool(Rule, family="convolution"):
     """reducemean(x; the spatial axes) -> globalaveragepool(x), squeezed where it keeps no dimensions."""
 
     nonempty = True
-    # ONNX Runtime's pools add in order, its ReduceMean in a tree: for more elements, pools lose more than two bits.
+    # ONNX Runtime's pools add one element after the other, its ReduceMean adds in a tree. With more elements than this,
+    # a pool would lose more than two bits.
     most: ClassVar[int | None] = 512
     pool, reduce = "GlobalAveragePool", "ReduceMean"
     dtypes = FLOAT
@@ -1073,7 +1078,7 @@ class ReplaceMeanByGlobalAveragePool(Rule, family="convolution"):
 class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
     """reducemax(x; the spatial axes) -> globalmaxpool(x), squeezed where it keeps no dimensions."""
 
-    # Whether a kernel drops a NaN depends on the NaN's position.
+    # Whether ONNX Runtime's kernel ignores a NaN depends on the NaN's position.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     most = None
@@ -1083,15 +1088,16 @@ class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
     )
 
 
-# With AVX-512 ONNX Runtime keeps images in blocks of this many channels, else in blocks of 8. A measurement decides
-# whether the rules below gain anything.
+# With AVX-512 ONNX Runtime stores images in blocks of this many channels, otherwise in blocks of 8. Whether the rules
+# below gain anything is measured.
 _BLOCK = 16
 
 
 class AlignChannelsBeforeGlobalAveragePool(Rule, family="convolution"):
     """globalaveragepool(relu(conv(x, w, b))) -> slice(globalaveragepool(relu(conv(x, pad(w), pad(b)))), the channels).
 
-    pad adds channels of zeros up to a multiple of 16. Without it ONNX Runtime reorders the whole image before it pools.
+    pad adds channels of zeros up to a multiple of 16. Without these, ONNX Runtime reorders the whole image before it
+    pools.
     """
 
     unpriced = True
@@ -1121,7 +1127,7 @@ class AlignChannelsBeforeGlobalAveragePool(Rule, family="convolution"):
 class AlignChannelsBeforeMean(AlignChannelsBeforeGlobalAveragePool):
     """reducemean(relu(conv(x, w, b)); the spatial axes) -> slice(globalaveragepool(relu(conv(x, pad(w), pad(b))))).
 
-    As `AlignChannelsBeforeGlobalAveragePool`, with a GlobalAveragePool in the place of the mean.
+    As `AlignChannelsBeforeGlobalAveragePool`, but for a ReduceMean, which becomes a GlobalAveragePool.
     """
 
     nonempty = True
@@ -1218,7 +1224,7 @@ class MergeMaxPools(Rule, family="convolution"):
 
     proof = "numeric"
     relies_on = "max is associative, commutative and idempotent"
-    # Whether a kernel drops a NaN depends on the NaN's position.
+    # Whether ONNX Runtime's kernel ignores a NaN depends on the NaN's position.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     shapes = _IMAGE
@@ -1289,11 +1295,11 @@ _MAX_POOLS = ("GlobalMaxPool", "MaxPool")
 
 
 class _SwapMaxPool(Rule, family="convolution"):
-    """A max pool and a function that never decreases (for Clip `low` and `high` are the bounds)."""
+    """A rule for a max pool and a function that never decreases (for Clip, `low` and `high` are the bounds)."""
 
     proof = "numeric"
     relies_on = "a function that does not fall commutes with max"
-    # Whether a kernel drops a NaN depends on the NaN's position.
+    # Whether ONNX Runtime's kernel ignores a NaN depends on the NaN's position.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     dtypes = FLOAT
@@ -1373,9 +1379,9 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
 
 
 class _SwapResize(Rule, family="convolution"):
-    """A 1x1 convolution and a Resize."""
+    """A rule for a 1x1 convolution and a Resize."""
 
-    may_add_nonfinite = True  # the sums over pixels and over channels change places
+    may_add_nonfinite = True  # the sum over channels and the sum over pixels are exchanged
     proof = "numeric"
     relies_on = "each pixel that is made is a mean of others, with weights that sum up to one"
     optional = ("b", "roi", "scales", "sizes")

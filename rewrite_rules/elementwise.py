@@ -1,4 +1,4 @@
-"""Which operators work element by element, so that data can be moved before them or after them."""
+"""Which operators work element by element, so that data movement can be exchanged with them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def is_unary(node: Node) -> bool:
 
 
 def unary_form(node: Node) -> tuple[str, Attrs, tuple[Value, ...]]:
-    """A key for an element-wise node of one input: operator, attributes, inputs except the first."""
+    """A key for an element-wise node with one data input: its operator, attributes, and inputs except the first."""
     return node.op, node.attrs, node.inputs[1:]
 
 
 def made_by(reader: Reader, value: Value, *ops: str) -> Node | None:
-    """The node that makes a value, if it is one of these operators and runs."""
+    """The node that computes a value when the model runs, if it is one of these operators; else None."""
     node = reader.producer(value)
     return node if node is not None and node.op in ops and not node.const else None
 
@@ -40,12 +40,12 @@ def given(inputs: tuple[Value, ...]) -> tuple[Value, ...]:
 
 
 def sum_of(op: Op, a: Any, b: Any) -> Any:
-    """a + b; if one of them is missing (None), the other one."""
+    """The sum a + b; if one of the two is missing (None), the other one."""
     return a if b is None else b if a is None else op.Add(a, b)
 
 
 def keeps_shape(shape: tuple[Dim, ...] | None, other: tuple[Dim, ...] | None) -> bool:
-    """Whether broadcasting against `other` leaves a tensor of `shape` as it is, whatever the sizes of symbols."""
+    """Whether a tensor of `shape` keeps its shape when it is broadcast against `other`, at all sizes of symbols."""
     if other is None:
         return False
     if not other:

@@ -1,4 +1,4 @@
-"""Graphs for `examples` and `near_misses`, with their constants where they are read."""
+"""Builds the graphs of `examples` and `near_misses`, which may have constants inside a node's inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONSTANT = re.compile(r"(?<![\w.])(?:\[([^\]]*)\]|(-?\d[\d.e]*))")
 def graphs(*texts: str) -> tuple[str, ...]:
     """Graphs in ONNX's text form from shorter ones: `(float[6,2] x) => (float[2,2] y) { y = Slice(x, [1], [3]) }`.
 
-    Numbers, and lists of numbers, among a node's inputs become constants: of int64, or of float where one has a
+    Numbers, and lists of numbers, among a node's inputs become constants: of int64, or of float if one of them has a
     decimal point. Raises ValueError for a text that is no graph.
     """
     return tuple(_graph(text) for text in texts)
@@ -26,7 +26,7 @@ def _graph(text: str) -> str:
     if match is None:
         raise ValueError(f"this is no graph: {text}")
     signature, initialisers, body = match.groups()
-    constants: dict[str, str] = {}  # name by declaration
+    constants: dict[str, str] = {}  # the name of each constant, by its declaration
 
     def named(constant: re.Match[str]) -> str:
         listed, number = constant.groups()

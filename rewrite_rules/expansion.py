@@ -1,6 +1,6 @@
 """Rules that replace operators that TVM lacks by others: recurrent cells step by step, attention, rotation.
 
-The results are not faster. The rules are applied on import, and only if the model is for TVM.
+The resulting graphs are not faster. The rules are applied on import, and only if TVM is the backend.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, DType, Node, Value
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, profitable, require
 
-# The most steps: TVM takes minutes to compile a graph with as many.
+# The most steps of a recurrent operator: TVM takes minutes to compile a graph with this many.
 _MOST_STEPS = 256
-# The most parts of one Concat: for each element, TVM's Concat checks the parts in order.
+# The most parts of one Concat: for each element, TVM's Concat checks the parts one after the other.
 _PARTS = 16
 
 
@@ -34,17 +34,17 @@ class _Expansion(RegionRule, family="expansion"):
 
 
 def _read(reader: Reader, node: Node) -> tuple[int, ...]:
-    """The indices of a node's outputs that have readers or are outputs of the graph."""
+    """The indices of a node's outputs that are read or are outputs of the graph."""
     return tuple(i for i, v in enumerate(node.outputs) if reader.count_users(v) or reader.is_output(v))
 
 
 def _padded_inputs(node: Node, count: int) -> tuple[Value, ...]:
-    """The first `count` inputs of a node, with ABSENT for those left out."""
+    """The first `count` inputs of a node, with ABSENT for inputs that are left out."""
     return (*node.inputs, *(ABSENT,) * count)[:count]
 
 
 def _joined(op: Op, parts: Sequence[Any], axis: int) -> Any:
-    """The concatenation of the parts, a few at a time."""
+    """The concatenation of the parts. Each Concat joins only a few of them."""
     while len(parts) > 1:
         groups = [parts[i : i + _PARTS] for i in range(0, len(parts), _PARTS)]
         parts = [op.Concat(*group, axis=axis) if len(group) > 1 else group[0] for group in groups]
@@ -58,8 +58,9 @@ def _joined(op: Op, parts: Sequence[Any], axis: int) -> Any:
 class _Cells:
     """The data that the target of a recurrent operator needs.
 
-    `backwards`: for each direction whether it runs from the last step to the first; `functions`: its activations.
-    `linear`: whether a GRU's reset gate comes after the product with the hidden state. `outputs`: the outputs in use.
+    `backwards`: for each direction, whether it runs from the last step to the first; `functions`: for each direction,
+    its activations. `linear`: whether a GRU's reset gate multiplies the product with the hidden state. `outputs`: the
+    outputs that are read.
     """
 
     steps: int
@@ -75,14 +76,16 @@ class _Cells:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """One direction's weights `hidden` [size, gates * size], and biases [gates * size] of input and state, or None."""
+    """One direction's weights `hidden` [size, gates * size], and its biases [gates * size] of input and state (or
+    None).
+    """
 
     hidden: Any
     of_input: Any
     of_hidden: Any
 
 
-# A step's part of each product or state; the names of its activations.
+# One step's part of each product or state; the names of the activations.
 _Row = tuple[Any, ...]
 _Names = tuple[str, ...]
 
@@ -92,7 +95,9 @@ _PLAIN = {"relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh"}
 
 
 class _ExpandCells(_Expansion):
-    """The common part of the recurrent operators: one product for the inputs of all steps, then step after step."""
+    """The common part of the recurrent operators: one product for the inputs of all steps, then one step after the
+    other.
+    """
 
     gates = 1
     states = 1
@@ -162,7 +167,7 @@ class _ExpandCells(_Expansion):
         return [self._output(op, cells, i, hidden_states, last) for i in cells.outputs]
 
     def _projected(self, op: Op, cells: _Cells, inputs: Any, w: Any, bias: Any) -> list[tuple[Any, ...]]:
-        """The products of each step's input, each [batch, gates * size]."""
+        """The products of each step's input with the weights, each [batch, gates * size]."""
         columns, start = [], 0
         products = self.products(cells)
         for gates in products:
@@ -172,14 +177,14 @@ class _ExpandCells(_Expansion):
             product = op.MatMul(inputs, op.Transpose(rows, perm=[1, 0]))
             if bias is not None:
                 product = op.Add(product, bias if single else op.Slice(bias, [start], [end], [0]))
-            # A single operator cuts it: TVM then has one kernel for all steps, not one for each.
+            # A single Split cuts the product, so that TVM has one kernel for all steps and not one for each.
             sizes = [cells.batch] * cells.steps
             columns.append(op.Split(product, axis=0, sizes=sizes) if cells.steps > 1 else (product,))
             start = end
         return list(zip(*columns))
 
     def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
-        """The states after a step; x are the products of its input."""
+        """The states after a step. x are the products of the step's input with the weights."""
         raise NotImplementedError
 
     def products(self, cells: _Cells) -> tuple[int, ...]:
@@ -187,7 +192,9 @@ class _ExpandCells(_Expansion):
         return (self.gates,)
 
     def separate(self, cells: _Cells) -> int:
-        """The number of last gates whose hidden-state bias cannot be added beforehand."""
+        """The number of gates, counted from the last, whose bias of the hidden state cannot be added to the inputs'
+        product.
+        """
         return 0
 
     def _weights(self, op: Op, cells: _Cells, r: Val, b: Val | None, direction: int) -> _Weights:
@@ -218,7 +225,9 @@ class _ExpandCells(_Expansion):
         hidden_states: Sequence[Sequence[Any]],
         last: Sequence[tuple[Any, ...]],
     ) -> Any:
-        """All hidden states [steps, directions, batch, size], or a last state [directions, batch, size]."""
+        """An output of the operator: all hidden states [steps, directions, batch, size], or a last state [directions,
+        batch, size].
+        """
         if which:
             axis = 1 if cells.batch_first else 0
             return _joined(op, [op.Unsqueeze(states[which - 1], [axis]) for states in last], axis)
@@ -228,7 +237,7 @@ class _ExpandCells(_Expansion):
 
 
 def _one(op: Op, value: Val, direction: int, directions: int, axis: int = 0) -> Any:
-    """The part of a value for one direction."""
+    """The part of a value that belongs to one direction."""
     return op.Squeeze(
         value if directions == 1 else op.Slice(value, [direction], [direction + 1], [axis]), [axis]
     )
@@ -241,9 +250,9 @@ def _columns(op: Op, x: Any, start: int, count: int) -> Any:
 def _cell_example(
     name: str, gates: int, attributes: str = "", more: str = "", *, directions: int = 1, results: str = "y"
 ) -> str:
-    """ONNX text of an operator over x[2,2,3] with hidden size 2; `more` are inputs after the weights.
+    """ONNX text of an operator over x[2,2,3] with hidden size 2. `more` are further inputs after the weights.
 
-    For two directions with gates the hidden size is 1: more activations make a proof less certain.
+    With gates and two directions the hidden size is 1, because more activations make a proof less certain.
     """
     size, batch = 1 if directions > 1 and gates > 1 else 2, 2
     rows, state = gates * size, f"float[{directions},{batch},{size}]"
@@ -263,7 +272,7 @@ _REVERSE = ', direction="reverse"'
 
 
 def _batch_first(name: str, gates: int, attributes: str = "", directions: int = 1) -> str:
-    """An example with the batch first."""
+    """The text of an example whose first dimension is the batch."""
     size, batch = 1 if directions > 1 and gates > 1 else 2, 2
     return (
         f"agraph (float[{batch},2,3] x, float[{directions},{gates * size},3] w,"
@@ -274,7 +283,7 @@ def _batch_first(name: str, gates: int, attributes: str = "", directions: int = 
 
 
 def _lengths(example: str, lengths: str) -> str:
-    """An example with sequence_lens, a constant or an input n."""
+    """The text of an example with the input sequence_lens: a constant, or the input n."""
     with_lengths = example.replace("(x, w, r, b", "(x, w, r, b, n")
     if not lengths:
         return with_lengths.replace(" r, float", " r, int32[2] n, float", 1)
@@ -296,7 +305,7 @@ def _near_misses(name: str, gates: int) -> tuple[str, ...]:
 class ExpandLSTM(_ExpandCells):
     """lstm(x, h, c) -> c' = sigmoid(f) * c + sigmoid(i) * tanh(g), h' = sigmoid(o) * tanh(c'), step by step.
 
-    i, o, f, g = W x_t + R h + b; the products W x_t of all steps are one.
+    i, o, f, g = W x_t + R h + b. One product computes W x_t for all steps.
     """
 
     anchors = ("LSTM",)
@@ -339,10 +348,10 @@ class ExpandLSTM(_ExpandCells):
 
 
 class ExpandGRU(_ExpandCells):
-    """gru(x, h) -> h' = (1 - z) * n + z * h, step by step, with z, r = sigmoid(W x_t + R h + b), and
-    n = tanh(W x_t + R (r * h) + b), or n = tanh(W x_t + b + r * (R h + c)).
+    """gru(x, h) -> h' = (1 - z) * n + z * h, step by step, with z, r = sigmoid(W x_t + R h + b), and n = tanh(W x_t + R
+    (r * h) + b), or n = tanh(W x_t + b + r * (R h + c)).
 
-    The products W x_t of all steps are one, or one for each of z, r and n.
+    One product computes W x_t for all steps, or one for each of z, r and n.
     """
 
     anchors = ("GRU",)
@@ -362,7 +371,7 @@ class ExpandGRU(_ExpandCells):
     near_misses = _near_misses("GRU", 3)
 
     def products(self, cells: _Cells) -> tuple[int, ...]:
-        # A step should add whole products: TVM could not cut one and add it in the same kernel.
+        # A step should add whole products, because TVM cannot cut a product and add it in the same kernel.
         return (3,) if cells.linear else (1, 1, 1)
 
     def separate(self, cells: _Cells) -> int:
@@ -386,7 +395,7 @@ class ExpandGRU(_ExpandCells):
     def _reset_after(
         op: Op, cells: _Cells, x: Any, hidden: Any, weights: _Weights, gate: str
     ) -> tuple[Any, Any]:
-        """The update gate, and the argument of the candidate."""
+        """The update gate, and the argument of the candidate state's activation."""
         size = cells.size
         products = op.MatMul(hidden, weights.hidden)
         update, reset = (
@@ -423,17 +432,19 @@ class ExpandRNN(_ExpandCells):
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """The data that the target of an Attention needs. `keys` counts the node's keys, `past` those from before."""
+    """The data that the target of an Attention needs. `keys` is the number of the node's own keys, `past` of earlier
+    keys.
+    """
 
     batch: int
     heads: int
-    shared: int  # heads of keys and values
+    shared: int  # the number of heads of keys and values
     rows: int
     keys: int
     past: int
     depth: int
     width: int
-    flat: bool  # three dimensions in, three out
+    flat: bool  # whether inputs and output have three dimensions
     scale: float
     cap: float
     causal: bool
@@ -443,8 +454,8 @@ class _Heads:
 class ExpandAttention(_Expansion):
     """attention(q, k, v, mask) -> softmax(q @ transpose(k) * scale + mask) @ v.
 
-    Heads of keys and values that several heads of queries share, keys and values from before, a soft cap and the
-    causal mask are decomposed too. Masked positions have weight 0, even if a mask hides a whole row.
+    Also covered are heads of keys and values that several heads of queries share, past keys and values, a soft cap and
+    the causal mask. Masked positions have weight 0, even if a mask hides a whole row.
     """
 
     proof = "numeric"
@@ -506,7 +517,7 @@ class ExpandAttention(_Expansion):
         inputs = list(node.inputs[:3])
         if past_key != ABSENT and past_value != ABSENT:
             before = [reader.val(i).sizes for i in (past_key, past_value)]
-            past = sum(before[0][2:3])  # none, if there are fewer dimensions
+            past = sum(before[0][2:3])  # empty if there are fewer dimensions
             require(
                 before == [(batch, shared, past, depth), (batch, shared, past, values[3])],
                 "the keys and values from before have other shapes",
@@ -518,7 +529,7 @@ class ExpandAttention(_Expansion):
             full = (batch, heads, rows, past + keys[2])
             fits = 2 <= mask_val.rank <= 4 and mask_val.sizes[-1] == full[-1]
             fits = fits and all(m in (1, d) for m, d in zip(mask_val.sizes[::-1], full[::-1]))
-            # Later opsets pad a mask that is too short, so that the rest is hidden.
+            # Later opsets pad a mask that is too short, so that the remaining keys are hidden.
             profitable(fits, "the mask has another shape")
         inputs += [mask, past_key, past_value] if past else [mask, ABSENT, ABSENT]
         scale, cap = node.attrs.get("scale"), node.attrs.get("softcap", 0.0)
@@ -574,14 +585,16 @@ class ExpandAttention(_Expansion):
 
     @staticmethod
     def _heads(op: Op, data: _Heads, x: Val, heads: int, rows: int, width: int) -> Any:
-        """[batch, rows, heads * width] as [batch, heads, rows, width]."""
+        """x of shape [batch, rows, heads * width] as [batch, heads, rows, width]."""
         if not data.flat:
             return x
         return op.Transpose(op.Reshape(x, [data.batch, rows, heads, width]), perm=[0, 2, 1, 3])
 
     @staticmethod
     def _product(op: Op, data: _Heads, x: Any, y: Any, columns: int) -> Any:
-        """x [batch, heads, rows, n] times y [batch, shared, n, columns], each of y for a group of heads."""
+        """The product of x [batch, heads, rows, n] and y [batch, shared, n, columns]. A group of heads shares each head
+        of y.
+        """
         if data.heads == data.shared:
             return op.MatMul(x, y)
         together = data.heads // data.shared * data.rows
@@ -590,7 +603,7 @@ class ExpandAttention(_Expansion):
 
 
 def _split_heads(x: Val, heads: int) -> tuple[int, ...]:
-    """The sizes [batch, heads, rows, width] of a tensor with three or four dimensions."""
+    """The sizes [batch, heads, rows, width] of a tensor that has three or four dimensions."""
     sizes = x.sizes
     if len(sizes) == 4:
         return sizes

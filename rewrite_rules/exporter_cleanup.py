@@ -1,4 +1,4 @@
-"""Rules for leftovers of exporters: arithmetic on shapes, needless reshapes, weights in slow formats."""
+"""Rules for graphs as exporters leave them: arithmetic on shapes, needless reshapes, weights in slow formats."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _MOST_STEPS = 24
 
 
 def shape_of(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
-    """The dimensions of a value, with new names for those that are not known; None for an unknown rank."""
+    """The dimensions of a value, with new names for unknown dimensions; None for an unknown rank."""
     shape = reader.type(value).shape
     return None if shape is None else tuple(f"#{value}.{i}" if d is None else d for i, d in enumerate(shape))
 
 
 def elements(reader: Reader, value: Value) -> Known | None:
-    """The known elements of a value that a short chain of nodes computes from dimensions; None if there are none."""
+    """The elements of a value, as far as known, if a short chain of nodes computes it from dimensions; else None."""
     return _elements(reader, value, _MOST_STEPS, {})
 
 
 def _elements(
     reader: Reader, value: Value, steps: int, cached: dict[tuple[Value, int], Known | None]
 ) -> Known | None:
-    """See `elements`. `steps`: the longest chain of nodes; `cached`: earlier results, which may be needed again."""
+    """See `elements`. `steps`: the longest chain of nodes. `cached`: earlier results, which may be needed again."""
     key = (value, steps)
     if key not in cached:
         cached[key] = _elements_of(reader, value, steps, cached)
@@ -53,7 +53,7 @@ def _elements_of(
     node = reader.producer(value) if steps else None
     if node is None or node.outputs[0] != value or any(isinstance(a, Body) for a in node.attrs.values()):
         return None
-    if node.op == "Shape":  # of a value of any kind
+    if node.op == "Shape":  # its input may be any value
         shape = shape_of(reader, node.inputs[0])
         types = [None if shape is None else TensorType(DType.FLOAT, shape)]
         return values(node.op, node.attrs, types, [None], node.types[0])
@@ -64,14 +64,16 @@ def _elements_of(
     return values(node.op, node.attrs, kinds, inputs, node.types[0])
 
 
-# The element types in which shapes are computed.
+# The element types in which models compute shapes.
 _COMPUTED = frozenset((DType.INT64, DType.INT32, DType.BOOL, DType.FLOAT, DType.DOUBLE))
 
 _RANKS = (None, 0, 1, 2)
 
 
 def numbers(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
-    """The elements of a list of integers as dimensions: numbers, formulas, or None if neither is known."""
+    """The elements of a list of integers as dimensions, each a number, a formula or None if unknown; None if the list
+    is unknown.
+    """
     numbers_ = elements(reader, value)
     return (
         None
@@ -81,7 +83,7 @@ def numbers(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
 
 
 def reshaped(reader: Reader, node: Node) -> tuple[Dim, ...] | None:
-    """The dimensions of a Reshape's output, from those of its input and from how its shape is computed."""
+    """The dimensions of a Reshape's output, computed from those of its input and from how its shape is computed."""
     dtype = node.types[0].dtype
     before, blank = TensorType(dtype, shape_of(reader, node.inputs[0])), TensorType(dtype, None)
     contents = [None, elements(reader, node.inputs[1])]
@@ -93,7 +95,9 @@ def reshaped(reader: Reader, node: Node) -> tuple[Dim, ...] | None:
 
 
 def _takes(before: Sequence[Dim], constant: Sequence[int]) -> bool:
-    """Whether a Reshape of known dimensions by a constant keeps the number of elements (True if one is not known)."""
+    """Whether a Reshape of known dimensions to a constant shape keeps the number of elements (True if one is not
+    known).
+    """
     total = _product(before)
     copied = _product(
         [before[i] if n == 0 and i < len(before) else n for i, n in enumerate(constant) if n != -1]
@@ -104,7 +108,7 @@ def _takes(before: Sequence[Dim], constant: Sequence[int]) -> bool:
 
 
 def _product(sizes: Sequence[Dim]) -> int | None:
-    """The product of numbers; None if one is no number."""
+    """The product of numbers; None if one of them is no number."""
     numbers_ = [d for d in sizes if isinstance(d, int)]
     return math.prod(numbers_) if len(numbers_) == len(sizes) else None
 
@@ -112,8 +116,8 @@ def _product(sizes: Sequence[Dim]) -> int | None:
 class FoldComputedShape(RegionRule, family="exports"):
     """reshape(x, s) -> reshape(x, constant)  for an s that is computed from dimensions, or whose result is known.
 
-    Expand alike; one without effect is removed. Names of dimensions are followed through operators where ONNX's own
-    inference gives up: casts, negative indices, and the -1 of a Reshape.
+    The rule also replaces the shape of an Expand, and removes an Expand without effect. It follows names of dimensions
+    through operators where ONNX's own inference gives up: casts, negative indices, and the -1 of a Reshape.
     """
 
     may_lose_errors = ("sizes",)
@@ -144,7 +148,7 @@ class FoldComputedShape(RegionRule, family="exports"):
     near_misses = (
         "agraph (float[N,3,0] x) => (float[A,B] y) <int64[1] z = {0}, int64[1] o = {1}> {"
         " s = Shape(x) g = Slice(s, z, o) f = Concat<axis = 0>(g, z) y = Reshape<allowzero = 1>(x, f) }",
-        # No runtime takes it.
+        # No runtime takes this model.
         "agraph (float[N,3,1] x, float[N] z) => (float[A,B,C] y) <int64[2] t = {4, 2}> {"
         " s = Shape(z) c = Cast<to = 6>(s) d = Cast<to = 7>(c) f = Concat<axis = 0>(d, t) y = Expand(x, f) }",
     )
@@ -162,7 +166,7 @@ class FoldComputedShape(RegionRule, family="exports"):
             profitable(_takes(before, constant), "no runtime takes the model")
             return Region(node.outputs, (source,), (node,), constant)
         target = numbers(reader, shape)
-        if target is None or None in target:  # it is computed from something else
+        if target is None or None in target:  # the shape is computed from something other than dimensions
             target = node.types[0].shape
             if target is None:
                 return None
@@ -186,7 +190,9 @@ class FoldComputedShape(RegionRule, family="exports"):
 
 
 def _flattened(leading: str) -> str:
-    """An example: a transpose of the last two dimensions, with the leading ones merged meanwhile."""
+    """The text of an example: a transpose of the last two dimensions, for which the leading ones are merged and split
+    again.
+    """
     return (
         f"agraph (float[{leading},M,4] x) => (float[{','.join('ABCDE'[: leading.count(',') + 3])}] y) {{"
         " all = Constant<value_ints = [-1]>() two = Constant<value_ints = [-2]>() low = Constant<value_ints = [0]>()"
@@ -199,7 +205,7 @@ def _flattened(leading: str) -> str:
 class MergeFlattenedTranspose(RegionRule, family="exports"):
     """reshape(transpose(reshape(x, [-1, m, n])), [..., n, m]) -> transpose(x)  of the last dimensions of x.
 
-    Computed shapes merge the leading dimensions, and split them again.
+    Reshapes to computed shapes merge the leading dimensions before the transpose, and split them afterwards.
     """
 
     may_lose_errors = ("sizes",)
@@ -210,7 +216,7 @@ class MergeFlattenedTranspose(RegionRule, family="exports"):
     near_misses = (
         *map(_flattened, ("2,N", "N,K")),
         _flattened("N,3").replace("y = Reshape(", "y = Reshape<allowzero = 1>("),
-        # Where M and N are 0, the second Reshape copies the 100.
+        # If M and N are 0, the second Reshape copies the 100.
         "agraph (float[N,M,4] x) => (float[A,B,C] y) <int64[1] h = {100}, int64[1] z = {0}, int64[1] k = {-2}, "
         "int64[1] l = {-1}, int64[1] e = {9}> { s = Shape(x) m = Slice(s, k, l) n = Slice(s, l, e) "
         "t = Concat<axis=0>(h, m, n) a = Reshape(x, t) b = Transpose<perm=[0,2,1]>(a) i = Slice(s, z, k) "
@@ -239,7 +245,8 @@ class MergeFlattenedTranspose(RegionRule, family="exports"):
         require(same_dims(after, second), "the dimensions are not those of x")
         sure = all(isinstance(d, int) and d > 0 for d in before[leading:])
         require(sure or own[0] == -1 or [own[0]] == [*before[:leading]], "another number may lead")
-        # A 0 copies the dimension in its place. (The first is put together of all that lead, and is 0 if one is.)
+        # A 0 in a shape copies the input's dimension. (The first dimension merges all leading ones, and is 0 if one of
+        # them is.)
         transposed = [own[p] for p in perm]
         fits = ((isinstance(d, int) and d > 0) or d == t for d, t in zip(second[1:], transposed[1:]))
         require(all(fits), "a dimension may be 0, and another be copied")
@@ -255,8 +262,8 @@ class MergeFlattenedTranspose(RegionRule, family="exports"):
 class UseSignedWeights(Rule, family="exports"):
     """matmulinteger(x, w, z, v) -> matmulinteger(x, w - 128, z, v - 128)  for unsigned weights w.
 
-    ONNX Runtime has instructions for products of unsigned with signed bytes where the processor does not saturate their
-    sums (VNNI), and multiplies two unsigned ones at half the speed.
+    On processors that do not saturate sums of byte products (VNNI), ONNX Runtime multiplies unsigned with signed bytes
+    by special instructions. It multiplies two unsigned matrices at half that speed.
     """
 
     assumes = "vnni"
@@ -292,9 +299,9 @@ _Chain = list[tuple[Node, int]]
 
 
 def _chain(reader: Reader, value: Value, ranks: tuple[int, ...]) -> _Chain | None:
-    """The element-wise nodes above a value, nearest first, each with the operand that is followed.
+    """The element-wise nodes above a value, nearest first, each with the index of the operand that leads further up.
 
-    The other operands have one of these ranks. None if a value between is read elsewhere.
+    The other operands have one of these ranks. None if a value on the way has other readers.
     """
     chain: _Chain = []
     while True:
@@ -311,17 +318,17 @@ def _chain(reader: Reader, value: Value, ranks: tuple[int, ...]) -> _Chain | Non
 
 
 def _end(node: Node, chain: _Chain) -> Value:
-    """The value from which the chain above a node starts."""
+    """The value at the upper end of the chain above a node."""
     return chain[-1][0].inputs[chain[-1][1]] if chain else node.inputs[0]
 
 
 def _other_operands(chain: _Chain) -> list[Value]:
-    """The operands of a chain that are not followed, nearest node first."""
+    """The operands of a chain's nodes that do not lead further up, nearest node first."""
     return [v for node, at in chain for i, v in enumerate(node.inputs) if i != at]
 
 
 def _replayed(op: Op, chain: _Chain, value: Any, operands_: Sequence[Val | None]) -> Any:
-    """The chain on another value."""
+    """The same chain of operators applied to another value."""
     remaining = list(operands_)
     for node, at in reversed(chain):
         count = len(node.inputs) - 1
@@ -334,7 +341,7 @@ def _replayed(op: Op, chain: _Chain, value: Any, operands_: Sequence[Val | None]
 class MoveReshapeIntoConstant(RegionRule, family="exports"):
     """reshape(f(c, s, ...)) -> f(reshape(c), s, ...)  for a constant c, scalars s, and f element by element.
 
-    For example, c is a bias that is divided by a scale known only at run time.
+    An example: c is a bias, and f divides it by a scale that is known only at run time.
     """
 
     anchors = ("Reshape", "Unsqueeze", "Squeeze", "Flatten")
@@ -370,7 +377,7 @@ class MoveReshapeIntoConstant(RegionRule, family="exports"):
 class KeepRowsInQuantizedProduct(RegionRule, family="exports"):
     """reshape(f(q(reshape(x, [r, k])) w), [..., n]) -> f(q(reshape(x, [..., k])) w)  for f element by element.
 
-    q is DynamicQuantizeLinear, the product MatMulInteger.
+    q is DynamicQuantizeLinear, and the product is MatMulInteger.
     """
 
     may_lose_errors = ("sizes",)
@@ -396,7 +403,7 @@ class KeepRowsInQuantizedProduct(RegionRule, family="exports"):
     )
     near_misses = (
         examples[0].replace("x) =>", "x, uint8 t0) =>").replace("(q, w, z, v)", "(q, w, t0, v)"),
-        # The rows are separate already.
+        # The rows are already separate in this graph.
         examples[0].replace("float[3,2,4] x", "float[6,4] r").replace("r = Reshape(x, k)", ""),
         examples[0].replace("3,2,4", "6,4").replace("Reshape(x, k)", "Neg(x)"),
     )

@@ -1,4 +1,4 @@
-"""Constants around convolutions and matrix products, folded into their weights; constants merged."""
+"""Rules that fold constants next to convolutions and matrix products into their weights, and that merge constants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_single(c: Val) -> bool:
 
 
 def scale_rows(op: Op, w: Val, s: Val) -> Any:
-    """w[i, ...] * s[i], or times the one number that s is."""
+    """w[i, ...] * s[i] for each row i; if s is a single number, w * s."""
     return op.Mul(w, op.Reshape(s, [-1] + [1] * (w.rank - 1)))
 
 
@@ -48,19 +48,23 @@ def scale_columns(op: Op, w: Val, s: Val, group: int) -> Any:
 
 
 def normalised(op: Op, x: Any, statistics: Sequence[Any], which: str = "") -> Any:
-    """A BatchNormalization in a source: scale, shift, mean, variance; its epsilon is captured."""
+    """The pattern of a BatchNormalization, with scale, shift, mean and variance as `statistics`. Its epsilon is
+    captured.
+    """
     return op.BatchNormalization(x, *statistics, epsilon=f"epsilon{which}", momentum=f"momentum{which}")
 
 
 def factor_and_shift(op: Op, statistics: Sequence[Val], epsilon: float) -> tuple[Any, Any]:
-    """A BatchNormalization as a factor and a shift for each channel."""
+    """The factor and the shift for each channel that a BatchNormalization applies."""
     scale, shift, mean, var = statistics
     factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
     return factor, op.Sub(shift, op.Mul(mean, factor))
 
 
 def folded_behind(op: Op, statistics: Sequence[Val], epsilon: float, b: Any) -> tuple[Any, Any]:
-    """The factor of a BatchNormalization behind something with the bias b (None: none), and what b becomes."""
+    """For a BatchNormalization after an operator with the bias b (None: none): its factor, and the bias of the merged
+    operator.
+    """
     scale, shift, mean, var = statistics
     factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
     centre = op.Neg(mean) if b is None else op.Sub(b, mean)
@@ -68,36 +72,36 @@ def folded_behind(op: Op, statistics: Sequence[Val], epsilon: float, b: Any) -> 
 
 
 def _require_type(statistics: Sequence[Val], w: Val) -> None:
-    """Refuse a scale or mean that is not of the type of the weights."""
+    """Refuse a scale or mean whose element type is not that of the weights."""
     scale, _, mean, _ = statistics
     require(scale.dtype == mean.dtype == w.dtype, "the statistics are of another element type")
 
 
-# A BatchNormalization's parameters in float, where what is normalised is of another type.
+# A BatchNormalization with parameters in float and data of another type.
 STATISTICS = "float[2] s = {1, 2}, float[2] b = {3, 4}, float[2] m = {1, -1}, float[2] v = {1, 4}"
 
-# The means and variances of another element type than the scale.
+# A BatchNormalization whose means and variances have another element type than its scale.
 _MIXED = STATISTICS.replace("float[2] m", "double[2] m").replace("float[2] v", "double[2] v")
 
 
 class _Convolution(Rule, family="linear"):
-    """A rule for the neighbours of a convolution. Conv has w[M, C/g, ...], ConvTranspose w[C, M/g, ...]."""
+    """A rule for operators next to a convolution. Conv has weights w[M, C/g, ...], ConvTranspose w[C, M/g, ...]."""
 
     convolution = "Conv"
     optional = ("b",)
 
     def outputs(self, w: Val, attrs: Attrs) -> int:
-        """M, the number of output channels."""
+        """The number M of output channels."""
         return w.size(0) if self.convolution == "Conv" else w.size(1) * group_of(attrs)
 
     def scaled(self, op: Op, w: Val, s: Val, attrs: Attrs) -> Any:
-        """The weights that scale each output channel by s[M] (or a single number)."""
+        """The weights with each output channel scaled by s[M] (or a single number)."""
         if self.convolution == "Conv":
             return scale_rows(op, w, s)
         return scale_columns(op, w, s, group_of(attrs))
 
     def scaled_inputs(self, op: Op, w: Val, s: Val, attrs: Attrs) -> Any:
-        """The weights that scale each input channel by s[C] (or a single number)."""
+        """The weights with each input channel scaled by s[C] (or a single number)."""
         if self.convolution == "Conv":
             return scale_columns(op, w, s, group_of(attrs))
         return scale_rows(op, w, s)
@@ -112,7 +116,7 @@ class _Convolution(Rule, family="linear"):
         require(is_single(c) or prod(c.sizes) == channels, "the constant is not one number per channel")
 
 
-# A constant that is one number, or one per channel, as it broadcasts against [N, C, ...].
+# Shapes of a constant that is one number, or one per channel, and that broadcasts against [N, C, ...].
 _PER_CHANNEL = (
     "{0}[]:const",
     "{0}[1]:const",
@@ -271,7 +275,7 @@ class FoldBatchNormBeforeConv(_Convolution):
         return op.Conv(x, self.scaled_inputs(op, w, factor, m.c), sum_of(op, b, offset_), attrs=m.c)
 
 
-# One number, or one per column, as it broadcasts against [..., n].
+# Shapes of a constant that is one number, or one per column, and that broadcasts against [..., n].
 def _row(name: str, columns: str, const: str = ":const") -> tuple[str, ...]:
     shapes = ("", "1", columns, "1,1", f"1,{columns}", "1,1,1", f"1,1,{columns}")
     return tuple(f"{name}[{dims}]{const}" for dims in shapes)
@@ -342,7 +346,7 @@ class MoveBiasBehindMatMul(Rule, family="linear"):
 
 
 def _times(op: Op, t: Val, w: Val) -> Any:
-    """t @ w for a constant row (or a single number, meant as a row of it), as one row."""
+    """The row t @ w for a constant row t (or a single number, which stands for a row of it)."""
     row = flat(op, t)
     if is_single(t):
         row = op.Expand(row, [w.size(0)])
@@ -374,15 +378,15 @@ class FoldBatchNormIntoMatMul(Rule, family="linear"):
         return op.Add(op.MatMul(x, op.Mul(w, factor)), offset)
 
 
-# Gemm's weights, as they are or transposed.
+# Gemm's weights: as they are, or transposed.
 _WEIGHT = ("w[k,n]:const", "w[n,k]:const")
 
-# Its bias, except one with a number per row.
+# Gemm's bias, except one with a number per row.
 _BIAS = ("b[]:const", "b[1]:const", "b[n]:const", "b[1,n]:const")
 
 
 class _Gemm(Rule, family="linear"):
-    """A rule for the neighbours of a Gemm with constant weights."""
+    """A rule for operators next to a Gemm with constant weights."""
 
     dtypes = FLOATS
     optional = ("b",)
@@ -391,7 +395,7 @@ class _Gemm(Rule, family="linear"):
         return w.size(0 if m.c.get("transB") else 1)
 
     def scaled(self, op: Op, m: Captures, w: Val, s: Val) -> Any:
-        """The weights that scale each column of the result by s[n] (or a single number)."""
+        """The weights with each column of the result scaled by s[n] (or a single number)."""
         return op.Mul(w, op.Reshape(s, [-1, 1] if m.c.get("transB") else [1, -1]))
 
     def bias(self, op: Op, m: Captures, b: Val) -> Any:
@@ -533,5 +537,5 @@ class SplitGemm(Rule, family="linear"):
         return op.Add(y, b if m.beta == 1.0 else op.Mul(b, m.beta))
 
 
-# Why conditions on the size of numbers are not missed.
+# The reason why mutants without a condition on the magnitudes of numbers pass.
 _ROOM = "the numbers have room in float64, and what the runtime computes in float32 is infinite on both sides"

@@ -15,7 +15,7 @@ from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import COMMUTATIVE
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
-# Why conditions that keep random numbers are not missed.
+# The reason why mutants without the conditions on random operators pass.
 RANDOM = "no two evaluations of what is random can be compared"
 
 
@@ -56,7 +56,7 @@ class RemoveNoopCast(_Unchanged):
         require(x.dtype == m.to, "it changes the element type")
 
 
-# The element types that hold every number of a type, each at least once.
+# By element type, the types that hold every number of it; each type holds at least its own.
 _WIDER: dict[DType, frozenset[DType]] = {
     DType.BOOL: INTEGERS | FLOATS,
     DType.UINT8: frozenset(
@@ -81,8 +81,8 @@ _WIDER: dict[DType, frozenset[DType]] = {
 class MergeCasts(Rule, family="identity"):
     """cast_b(cast_a(x)) -> cast_b(x)  when type a holds every number of x's type.
 
-    Both types must be integer types, or both float types: a float that is cast to an integer may overflow, and the
-    result then depends on the kernel for the pair of types.
+    Both types must be integer types, or both must be float types. If a float that is cast to an integer overflows, the
+    result depends on the runtime's kernel for this pair of types.
     """
 
     proof = "numeric"
@@ -110,7 +110,7 @@ class MergeCasts(Rule, family="identity"):
 
 
 class _Neutral(_Unchanged):
-    """A rule for a constant operand, the same number everywhere, that leaves the other operand as it is."""
+    """A rule for a constant operand, whose elements all equal one number, that leaves the other operand unchanged."""
 
     shapes = "x[...] c[...]:const"
     operator, number = "Add", 0.0
@@ -126,7 +126,7 @@ class _Neutral(_Unchanged):
 class RemoveZeroAdd(_Neutral):
     """x + 0 -> x.
 
-    Negative zero becomes positive zero on the left side alone; the two compare equal.
+    Only on the left side, negative zero becomes positive zero. The two zeros compare equal.
     """
 
 
@@ -151,7 +151,7 @@ class RemoveUnitDiv(_Neutral):
 class RemoveUnitPow(_Neutral):
     """x ^ 1 -> x.
 
-    Not of integers: ONNX Runtime raises them as doubles, which round what is beyond 2^53.
+    Integers are excluded: ONNX Runtime computes their powers as doubles, which round numbers beyond 2^53.
     """
 
     dtypes = FLOATS
@@ -222,7 +222,7 @@ class RemoveNoopSlice(_Unchanged):
             size = x.type.shape[axis] if x.type.shape is not None else None
             static = isinstance(size, int)
             require(start == 0 or (isinstance(size, int) and start <= -size), "it leaves out a beginning")
-            # No dimension is longer: exporters write "to the end" as 2^31 - 1 or 2^63 - 1.
+            # A larger end stands for the last element: exporters write "to the end" as 2^31 - 1 or 2^63 - 1.
             require(
                 end >= LARGEST or (static and isinstance(size, int) and end >= size), "it leaves out an end"
             )
@@ -319,8 +319,8 @@ _OPERATORS = tuple(_NAMES.split())
 class MergeCommonSubexpressions(RegionRule, family="identity"):
     """f(x), f(x) -> f(x), for any deterministic operator: what is computed twice is computed once.
 
-    Of the two nodes the one with the smaller id stays. Only readers of the input with the fewest readers are
-    looked at.
+    Of the two nodes the one with the smaller id stays. To find an equal node, only the readers of one input are
+    examined: the input with the fewest readers.
     """
 
     anchors = _OPERATORS
@@ -329,7 +329,7 @@ class MergeCommonSubexpressions(RegionRule, family="identity"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        # Nothing is recorded until there is a match: `partners` says when to call `find` again.
+        # The Reader records nothing unless there is a match: `partners` says when to call `find` again.
         graph = reader.graph
         rarest = _rarest(graph, node)
         for user in graph.uses[rarest] if rarest else ():
@@ -351,7 +351,9 @@ class MergeCommonSubexpressions(RegionRule, family="identity"):
 
 
 def _rarest(graph: Graph, node: Node) -> Value:
-    """The input of a node that fewest nodes read; ABSENT if the node is alone in reading one, or reads none."""
+    """The input of a node that the fewest nodes read; ABSENT if an input has no other reader, or if there is no
+    input.
+    """
     uses = graph.uses
     rarest, fewest = ABSENT, 0
     for value in node.inputs:
@@ -366,7 +368,7 @@ def _rarest(graph: Graph, node: Node) -> Value:
 
 
 def _same(a: Node, b: Node) -> bool:
-    """Whether two nodes compute the same; the order of commutative operands does not matter."""
+    """Whether two nodes compute the same. The order of commutative operands does not matter."""
     if a.op != b.op or a.attrs.digest != b.attrs.digest or len(a.outputs) != len(b.outputs):
         return False
     return a.inputs == b.inputs or (a.op in COMMUTATIVE and sorted(a.inputs) == sorted(b.inputs))

@@ -1,4 +1,4 @@
-"""Conditions, comparisons, and casts of and to booleans."""
+"""Rules for conditions, comparisons, and casts from and to booleans."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ _OPPOSITE = {
 class PushNotIntoComparison(Rule, family="idioms"):
     """not (x < y) -> x >= y  for integers;  the other comparisons alike.
 
-    Of NaN neither is true, hence no floats.
+    Floats are excluded: for NaN both comparisons are false.
     """
 
     proof = "numeric"

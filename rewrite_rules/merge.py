@@ -1,4 +1,4 @@
-"""Products and convolutions merged side by side, and split again."""
+"""Rules that merge products and convolutions side by side, and rules that split them again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MergeMatMuls(Rule, family="merge"):
 
 
 def _split(op: Op, y: Val, weights: Sequence[Val], columns: int, axis: int, order: Sequence[int]) -> Any:
-    """The products with each of the weights, from the product with all of them in this order."""
+    """The products with each of the weights, cut out of the product with all weights joined in this order."""
     parts = op.Split(y, axis=axis, sizes=[weights[i].size(columns) for i in order])
     return [parts[order.index(i)] for i in range(len(order))]
 
@@ -86,7 +86,8 @@ class MergeGemms(Rule, family="merge"):
         require(m.f == m.g, "their attributes differ")
         require((b is None) == (c is None), "one has a bias, the other has none")
         columns = 0 if m.f.get("transB") else 1
-        # Where b has as many numbers as v has rows, v and w are of one shape.
+        # Only b is checked. The declared shapes also admit a b with as many numbers as v has rows; then v and w have
+        # one shape, and c fits if b does.
         require(b is None or b.size(-1) == v.size(columns), "a bias is not one number per column")
 
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
@@ -114,10 +115,11 @@ class MergeManyMatMuls(RegionRule, family="merge"):
     def find(self, reader: Reader, node: Node) -> Region | None:
         x = node.inputs[0]
         users = reader.graph.users(x)
-        if len(users) < 4:  # there are too few, whatever they are
+        if len(users) < 4:  # too few readers, whatever they compute
             reader.count_users(x)
             return None
-        # The node with the smallest id finds them all. The others depend only on it, not on each other.
+        # Only the node with the smallest id finds all of them. The search from another node records only that it
+        # depends on this one.
         first = min((n.id for n in users if _multiplies(reader, n, x)), default=node.id)
         if first != node.id:
             reader.producer(first)
@@ -137,7 +139,7 @@ class MergeManyMatMuls(RegionRule, family="merge"):
 
 
 def _multiplies(reader: Reader, node: Node, x: Value) -> bool:
-    """Whether a node is x @ w for a constant matrix w."""
+    """Whether a node computes x @ w for a constant matrix w."""
     if node.op != "MatMul" or node.inputs[0] != x or node.const:
         return False
     weight = reader.graph.type(node.inputs[1])
@@ -146,7 +148,7 @@ def _multiplies(reader: Reader, node: Node, x: Value) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A product or convolution that is split: its operator and attributes, and the sizes of the parts."""
+    """A product or convolution whose result is split: its operator and attributes, and the sizes of the parts."""
 
     op: str
     attrs: Attrs
@@ -155,7 +157,7 @@ class _Cut:
 
 
 class _SplitMerged(RegionRule, family="merge"):
-    """A Split along the columns, or output channels, of a product with constant weights."""
+    """A rule for a Split along the columns, or output channels, of a product with constant weights."""
 
     anchors = ("Split",)
     product: tuple[str, ...] = ("MatMul",)
@@ -217,7 +219,7 @@ class SplitMergedMatMul(_SplitMerged):
 
 
 class _TwoConvs(Rule, family="merge"):
-    """Two convolutions with equal attributes."""
+    """A rule for two convolutions with equal attributes."""
 
     optional = ("b", "c")
 
@@ -265,8 +267,8 @@ class SplitMergedConv(_SplitMerged):
 class EnlargeConv(RegionRule, family="merge"):
     """conv(x, w) -> conv(x, pad(w))  to the kernel of another convolution of x, so that the two can be merged.
 
-    The new taps are zero, and are multiplied with elements that the old kernel did not read: where x is infinite
-    or NaN, more of the result is NaN.
+    The new taps are zero and multiply elements that the old kernel did not read. So if x is infinite or NaN somewhere,
+    more of the result is NaN.
     """
 
     may_add_nonfinite = True
@@ -321,7 +323,7 @@ class EnlargeConv(RegionRule, family="merge"):
 
 
 def _plain(reader: Reader, node: Node) -> bool:
-    """Whether a convolution has constant weights of known shape, explicit pads, one group, no dilation."""
+    """Whether a convolution has constant weights of known shape, explicit pads, one group, and no dilation."""
     weight = reader.type(node.inputs[1])
     return weight.const and weight.is_static and node.attrs.keys() <= {"pads", "strides"}
 
@@ -342,8 +344,8 @@ def _pads(node: Node, dims: int) -> tuple[int, ...]:
 class MergeGroupConv(Rule, family="merge"):
     """conv(x, w; groups g) -> conv(x, blockdiagonal(w); groups g/2).
 
-    The zeros between the blocks are multiplied with channels that a group did not read before: where x is infinite
-    or NaN, more of the result is NaN.
+    The zeros between the blocks multiply channels that a group did not read before. So if x is infinite or NaN
+    somewhere, more of the result is NaN.
     """
 
     may_add_nonfinite = True
@@ -351,7 +353,7 @@ class MergeGroupConv(Rule, family="merge"):
     shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]")
 
     def factor(self, m: Captures, w: Val) -> int:
-        """The number of groups that become one. Refuses a convolution whose groups cannot be merged."""
+        """How many groups become one. Refuses a convolution whose groups cannot be merged."""
         require(group_of(m.c) % 2 == 0, "the number of groups is odd")
         return 2
 
@@ -367,21 +369,22 @@ class MergeGroupConv(Rule, family="merge"):
         groups = group_of(m.c)
         outputs, inputs, *kernel = w.sizes
         ones = [1] * len(kernel)
-        # [merged group, old group, output, old group, input, kernel]: zero where the old groups differ.
+        # Shape [merged group, old group, output, old group, input, kernel]: zero where the two old groups differ.
         parts = op.Reshape(w, [groups // n, n, outputs // groups, 1, inputs, *kernel])
         diagonal = np.eye(n, dtype=numpy_dtype(w.dtype)).reshape(1, n, 1, n, 1, *ones)
         blocks = op.Reshape(op.Mul(parts, diagonal), [outputs, n * inputs, *kernel])
         return op.Conv(x, blocks, b, attrs=m.c, group=groups // n)
 
 
-# With up to this many input channels per group, ONNX Runtime's convolution is as fast with zeros between blocks.
+# Up to this many input channels per group, zeros between blocks do not make ONNX Runtime's convolution slower.
 _BLOCK = 16
 
 
 class MergeGroupConvToBlocks(MergeGroupConv):
     """conv(x, w; groups g) -> conv(x, blockdiagonal(w); groups g/n)  with the most channels a group up to 16.
 
-    It merges groups by two repeatedly, in one step. Depthwise convolutions are left out: they have their own kernels.
+    In one step it does what repeated merging of two groups does. Depthwise convolutions are left out, because the
+    runtime has kernels of their own for them.
     """
 
     composite_of = ("MergeGroupConv",)
@@ -416,7 +419,7 @@ class AssociateMatMulsRight(Rule, family="merge"):
     dtypes = NUMBERS
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
 
-    # At the limit for products of constants, and beyond it.
+    # Two graphs: at the limit for products of constants, and beyond it.
     examples = graphs(
         "(float[3,2] x) => (float[3,2048] y) { u = Expand(1.0, [2, 1048576]) v = Expand(1.0, [1048576, 2048]) "
         "p = MatMul(x, u) y = MatMul(p, v) }",
@@ -434,7 +437,7 @@ class AssociateMatMulsRight(Rule, family="merge"):
         return op.MatMul(op.MatMul(x, y), z)
 
     def where(self, y: Val, z: Val) -> None:
-        # Sums over no elements would hide numbers that are not finite.
+        # A sum over no elements is 0 even if other factors are not finite.
         require(0 not in (y.shape[-2], y.shape[-1]), "an inner dimension is 0")
         if y.const and z.const:
             work = y.size(-2) * y.size(-1) * z.size(-1)
@@ -546,7 +549,7 @@ class FoldSumOfConvs(_TwoConvs):
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """Products or convolutions of one Concat: the sizes of its parts, and of each product operator,
+    """Products or convolutions of one Concat: the sizes of its parts, and for each product the operator, the
     attributes, and whether it has a bias.
     """
 
@@ -555,7 +558,7 @@ class _Over:
 
 
 class _SplitOverConcat(RegionRule, family="merge"):
-    """Sums of the products of a Concat's parts, instead of the product of the Concat."""
+    """A rule that replaces the product of a Concat by the sum of the products of its parts."""
 
     product: tuple[str, ...] = ("Conv",)
 

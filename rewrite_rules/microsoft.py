@@ -1,6 +1,6 @@
-"""Rules that write ONNX Runtime's own operators (domain com.microsoft) where its optimiser does not.
+"""Rules that write ONNX Runtime's own operators (domain com.microsoft), in cases in which its optimiser does not.
 
-They are off unless the user allows them, because no other runtime has these operators.
+The rules are off unless the user allows them, because no other runtime has these operators.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val,
 
 
 def _runs(type: TensorType) -> TensorType:
-    """The same type, not constant: ONNX Runtime computes such a value when the model runs, even from constants."""
+    """The same type, not constant: ONNX Runtime computes such a value when the model runs, even if it depends on
+    constants only.
+    """
     return type.as_const(False)
 
 
 class _Contributed(Rule, family="microsoft"):
-    """A rule that writes an operator of ONNX Runtime."""
+    """A rule that writes one of ONNX Runtime's own operators."""
 
     contrib = True
     backend = "onnxruntime"
@@ -37,7 +39,7 @@ def _last_two(rank: int) -> tuple[int, ...]:
 
 
 class _FuseTransposeIntoMatMul(_Contributed):
-    """A product of which one operand is a transpose of y."""
+    """A rule for a product of which one operand is a transpose of y."""
 
     def where(self, m: Captures, y: Val) -> None:
         perm = permutation(m.p, y.rank)
@@ -45,7 +47,9 @@ class _FuseTransposeIntoMatMul(_Contributed):
 
     @staticmethod
     def transposed(op: Op, m: Captures, y: Val) -> Any:
-        """The operand of the operator, which itself exchanges the last two dimensions."""
+        """y as an operand of FusedMatMul, which itself exchanges the last two dimensions. A Transpose of other
+        dimensions may remain.
+        """
         perm = compose(permutation(m.p, y.rank), _last_two(y.rank))
         return y if is_identity(perm) else op.Transpose(y, perm=perm)
 
@@ -181,7 +185,7 @@ class FuseBiasGelu(_Contributed):
 class FuseSkipLayerNormalization(_Contributed):
     """layernormalization(x + y, s, t) -> skiplayernormalization(x, y, s, t)  over the last dimension.
 
-    ONNX Runtime fuses an Add so itself, but not a Sum, which is faster on several threads (`ReplaceAddBySum`).
+    ONNX Runtime itself fuses an Add in this way, but not a Sum, which is faster on several threads (`ReplaceAddBySum`).
     """
 
     unpriced = True
@@ -205,8 +209,8 @@ _EXCHANGED = (0, 2, 1, 3)
 class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
     """transpose(attention(transpose(q), transpose(k), transpose(v), mask)) -> multiheadattention(q, k, v, mask).
 
-    The operator reads q, k and v with the heads side by side in the last dimension, so that nothing is transposed. If
-    -inf masks a whole row, its result is NaN.
+    The operator reads q, k and v with the heads side by side in the last dimension, so that nothing has to be
+    transposed. If -inf masks a whole row, the operator's result is NaN.
     """
 
     may_lose_errors = ("sizes",)
@@ -252,7 +256,7 @@ class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
 
     @staticmethod
     def _transposed(reader: Reader, value: Value) -> Node | None:
-        """The node that makes a value, if it is a Transpose that exchanges positions and heads."""
+        """The node that computes a value, if it is a Transpose that exchanges positions and heads; else None."""
         node = reader.producer(value)
         if node is None or node.op != "Transpose":
             return None
@@ -315,12 +319,13 @@ class ReplaceRotaryEmbedding(_Contributed):
 
     def target(self, op: Op, m: Captures, x: Val, cosine: Val, sine: Val, positions: Val) -> Any:
         rotary = op["com.microsoft::RotaryEmbedding"]
-        # The kernel takes this width only with the number of heads. By default it turns all elements of a head.
+        # Without the number of heads, the kernel does not take this width. By default it rotates all elements of a
+        # head.
         width = m.c.get("rotary_embedding_dim") if m.c.get("num_heads") else None
         return rotary(x, positions, cosine, sine, attrs=m.c, rotary_embedding_dim=width, type=_runs(x.type))
 
 
-# What is quantised
+# Quantised products
 
 
 class FuseMatMulIntegerToFloat(_Contributed):

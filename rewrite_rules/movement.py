@@ -1,4 +1,4 @@
-"""Rules that replace chains of operators that only move data by cheaper chains with the same map (see `access`)."""
+"""Rules that replace a chain of operators that only move data by a cheaper chain with the same map (see `access`)."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _PLAIN = (
 )
 MOVES = (*_PLAIN, "Identity", "Split", "Concat")
 _PLAIN_SET, _MOVES_SET = frozenset(_PLAIN), frozenset(MOVES)
-# The longest chain in operators; how far up the quick check looks.
+# The greatest length of a chain, and how far up the quick check looks, both in operators.
 _MOST_NODES, _FAR = 32, 8
-# The number of chains that are remembered.
+# How many examined chains are remembered.
 _MOST_LINES = 4096
-# The assumed size of a symbolic dimension, unless it is the first.
+# The size that a symbolic dimension is assumed to have, unless it is the first dimension.
 _SYMBOL = 32
 # Element types for which ONNX Runtime has DepthToSpace and SpaceToDepth.
 _BLOCKS = frozenset((DType.FLOAT, DType.DOUBLE))
 
 
 class _Trace:
-    """The maps of values, traced back to the first values that are not made by data movement."""
+    """Computes the maps of values, back to the first values that are not computed by data movement."""
 
     def __init__(
         self, reader: Reader, maximum: int = _MOST_NODES, stop: frozenset[Value] = frozenset()
@@ -96,7 +96,9 @@ class _Trace:
         return required(ints_input(self.reader, node, index), "an input is left out")
 
     def _moved(self, node: Node, value: Value) -> AccessMap:
-        """The map of a node's output. Numbers are read first: if they are not known, nothing else is read."""
+        """The map of a node's output. The numbers of its constant inputs are read first; if they are unknown, nothing
+        else is read.
+        """
         op = node.op
         if op == "Concat":
             parts = [self.map(v) for v in node.inputs]
@@ -136,7 +138,7 @@ class _Trace:
             return x.depth_to_space(int_attr(node, "blocksize", 1), node.attrs.get("mode", "DCR") == "CRD")
         if op == "SpaceToDepth":
             return x.space_to_depth(int_attr(node, "blocksize", 1))
-        return x  # Identity
+        return x  # for an Identity
 
     def _size(self, x: AccessMap, axis: int) -> int | None:
         """The size of a dimension; None if it is symbolic."""
@@ -149,11 +151,11 @@ class _Trace:
         for axis, start, end, step in cuts:
             size = self._size(x, axis)
             if size is None:
-                # Dimensions fit into 31 bits: exporters write "to the end" as 2^31 - 1 or more.
+                # A larger end stands for the last element: exporters write "to the end" as 2^31 - 1 or more.
                 if start != 0 or step != 1 or end < LARGEST:
                     raise Unmappable("a symbolic dimension is cut")
                 continue
-            positions = range(size)[start:end:step]  # Python counts and clamps as ONNX does
+            positions = range(size)[start:end:step]  # Python's slices count and clamp as ONNX's do
             x = x.slice(axis, positions.start, len(positions), step)
         return x
 
@@ -184,7 +186,7 @@ class _Trace:
     # The chain's cost
 
     def nodes(self, end: Node) -> list[Node]:
-        """The nodes between the sources and the end of the chain, each before the nodes that it reads."""
+        """The nodes between the sources and the end of the chain, producers first."""
         out: dict[Value, Node] = {}
         visited: set[Value] = set()
 
@@ -202,7 +204,7 @@ class _Trace:
         return list(out.values())[::-1]
 
     def removed(self, nodes: Sequence[Node]) -> set[Value]:
-        """The nodes without a reader once the first one is replaced, and the first one."""
+        """The first node, and those nodes that lose all readers when it is replaced."""
         removed_ids = {nodes[0].id}
         for node in nodes[1:]:
             if all(
@@ -225,7 +227,7 @@ class _Trace:
         return price(node.op, elements_read, elements_written, torn)
 
     def scale(self) -> int:
-        """The factor for numbers of elements in which symbolic dimensions count as 1."""
+        """The factor by which numbers of elements are too small because symbolic dimensions count as 1."""
         return max(prod(_SYMBOL for d in shape[1:] if isinstance(d, str)) for shape in self.shapes)
 
     def may_use_blocks(self) -> bool:
@@ -237,7 +239,7 @@ def _total(prices: Iterable[Price], scale: int) -> int:
 
 
 def _emit(op: Op, x: Any, steps: Sequence[Step], fill: Val | None = None) -> Any:
-    """Build a chain's operators on x. `fill` is the value of its Pads."""
+    """Build the operators of a chain on x. `fill` is the value of its Pads."""
     for step in steps:
         numbers = step.numbers
         if step.op == "Transpose":
@@ -259,12 +261,12 @@ def _emit(op: Op, x: Any, steps: Sequence[Step], fill: Val | None = None) -> Any
 
 
 def _moved(node: Node) -> tuple[Value, ...]:
-    """The data inputs of a node. The others hold indices, shapes or a fill value."""
+    """The data inputs of a node. Its other inputs hold indices, shapes or a fill value."""
     return node.inputs if node.op == "Concat" else (node.inputs[0],)
 
 
 def _above(reader: Reader, node: Node) -> Iterator[Node]:
-    """The operators from a node upwards along first inputs, as long as they move data."""
+    """A node and the operators above it, along first inputs, as long as they only move data."""
     for _ in range(_FAR):
         yield node
         maker = reader.producer(node.inputs[0])
@@ -274,7 +276,7 @@ def _above(reader: Reader, node: Node) -> Iterator[Node]:
 
 
 def _goes_on(reader: Reader, node: Node) -> bool:
-    """Whether the only reader of a node moves its data in a known way, so that the chain continues."""
+    """Whether a node has a single reader that moves its data by known numbers, so that the chain continues."""
     (value,) = node.outputs
     if reader.count_users(value) != 1 or reader.is_output(value):
         return False
@@ -285,9 +287,11 @@ def _goes_on(reader: Reader, node: Node) -> bool:
 
 
 def _hopeless(reader: Reader, nodes: Sequence[Node]) -> bool:
-    """Whether a quick check shows no gain: a view and a Transpose, both of which are needed."""
+    """Whether a quick check shows that nothing can be gained: the chain has one view and one Transpose, and needs
+    both.
+    """
     ops = {n.op for n in nodes}
-    if ops.issubset(_VIEWS) or ops == {"Transpose"}:  # the rules for two operators are enough
+    if ops.issubset(_VIEWS) or ops == {"Transpose"}:  # rules for two operators handle these
         return True
     if len(nodes) != 2 or {n.op == "Transpose" for n in nodes} != {True, False}:
         return False
@@ -300,13 +304,13 @@ def _hopeless(reader: Reader, nodes: Sequence[Node]) -> bool:
     return order != sorted(order) and [d for d in before if d != 1] != [d for d in after if d != 1]
 
 
-# See `_line`.
+# The key of a chain without branches, see `_line`.
 _Line = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Shortcut:
-    """A cheaper plan for the last `nodes` operators of a line; `fill` are the values of its Pads."""
+    """A cheaper plan for the last `nodes` operators of a line. `fill` are the values of its Pads."""
 
     nodes: int
     fill: tuple[Value, ...]
@@ -314,10 +318,11 @@ class _Shortcut:
 
 
 def _line(reader: Reader, end: Node) -> _Line | None:
-    """A key for everything that decides on a cheaper chain; None if the chain branches or is too long.
+    """A key for everything on which a cheaper chain depends; None if the chain branches or is too long.
 
-    It holds for each operator its name, attributes and numbers, the output that is moved on, the output types, and
-    whether it loses its readers once the end is replaced; and the type of the chain's input. Equal layers share a key.
+    For each operator the key holds its name, attributes and numbers, which of its outputs the next operator reads, its
+    output types, and whether it loses its readers when the end is replaced. It also holds the type of the chain's
+    input. Equal layers have equal keys.
     """
     links: list[object] = []
     removed: set[Value] = set()
@@ -333,7 +338,8 @@ def _line(reader: Reader, end: Node) -> _Line | None:
             )
         ):
             removed.add(node.id)
-        # The name of a constant identifies its content. A computed value is not a known number, but may fill a Pad.
+        # The name of a constant identifies its content. A computed value is not a known number, but may be the number
+        # of a Pad.
         numbers = tuple([(v, reader.producer(v) is None) for v in node.inputs[1:]])
         index = node.outputs.index(value)
         links.append((node.op, node.attrs.digest, numbers, index, node.types, node.id in removed))
@@ -343,7 +349,7 @@ def _line(reader: Reader, end: Node) -> _Line | None:
 
 
 def _common(reader: Reader, node: Node) -> bool:
-    """Whether all parts of a Concat can come from one value."""
+    """Whether all parts of a Concat may come from one value."""
     shared: set[Value] | None = None
     for value in dict.fromkeys(node.inputs):
         chain = {value}
@@ -374,7 +380,7 @@ class MergeMovement(RegionRule, family="movement"):
     anchors = (*_PLAIN, "Concat")
     reads_from = MOVES
     examples = graphs(
-        # Reshape, Transpose, Reshape that equal a Transpose; that change nothing.
+        # Reshape, Transpose and Reshape that equal a Transpose; others that change nothing.
         "(float[N,6,4] x) => (float[N,4,6] y) "
         "{ a = Reshape(x, [0, 2, 3, 4]) b = Transpose<perm=[0,3,1,2]>(a) y = Reshape(b, [0, 4, 6]) }",
         "(float[2,3,4,5] x) => (float[2,3,4,5] y) { a = Transpose<perm=[0,3,1,2]>(x) "
@@ -383,21 +389,21 @@ class MergeMovement(RegionRule, family="movement"):
         "(float[N,6,5] x) => (float[N,6,5] y) "
         "{ a = Reshape(x, [0, 2, 3, 5]) b = Transpose<perm=[0,2,1,3]>(a) c = Reshape(b, [0, 6, 5]) "
         "d = Reshape(c, [0, 3, 2, 5]) e = Transpose<perm=[0,2,1,3]>(d) f = Reshape(e, [0, 6, 5]) y = Neg(f) }",
-        # Strided slices put together (Focus), in the order of SpaceToDepth and in another.
+        # Strided slices that are concatenated (Focus), in the order of SpaceToDepth and in another order.
         "(float[N,3,4,6] x) => (float[N,12,2,3] y) { p = Slice(x, [0], [9], [2], [2]) "
         "q = Slice(x, [1], [9], [2], [2]) a = Slice(p, [0], [9], [3], [2]) b = Slice(q, [0], [9], [3], [2]) "
         "c = Slice(p, [1], [9], [3], [2]) d = Slice(q, [1], [9], [3], [2]) y = Concat<axis=1>(a, c, b, d) }",
         "(float[N,2,4,6] x) => (float[N,8,2,3] y) { p = Slice(x, [0], [9], [2], [2]) "
         "q = Slice(x, [1], [9], [2], [2]) a = Slice(p, [0], [9], [3], [2]) b = Slice(q, [0], [9], [3], [2]) "
         "c = Slice(p, [1], [9], [3], [2]) d = Slice(q, [1], [9], [3], [2]) y = Concat<axis=1>(a, b, c, d) }",
-        # Pixel shuffle by hand, in both orders.
+        # Pixel shuffle written as Reshape, Transpose, Reshape, in both orders.
         "(float[N,8,3,5] x) => (float[N,2,6,10] y) "
         "{ a = Reshape(x, [-1, 2, 2, 2, 3, 5]) b = Transpose<perm=[0,1,4,2,5,3]>(a) y = Reshape(b, [-1, 2, 6, 10]) }",
         "(float[2,18,2,3] x) => (float[2,2,6,9] y) "
         "{ a = Reshape(x, [2, 3, 3, 2, 2, 3]) b = Transpose<perm=[0,3,4,1,5,2]>(a) y = Reshape(b, [2, 2, 6, 9]) }",
         # Slices of slices, with steps.
         "(float[N,12] x) => (float[N,3] y) { a = Slice(x, [10], [0], [1], [-2]) y = Slice(a, [0], [5], [1], [1]) }",
-        # The shift of a window.
+        # The cyclic shift of a window.
         "(float[N,7,3] x) => (float[N,7,3] y) "
         "{ a = Slice(x, [3], [7], [1]) b = Slice(x, [0], [3], [1]) y = Concat<axis=1>(a, b) }",
         # The parts of a Split in another order.
@@ -406,10 +412,10 @@ class MergeMovement(RegionRule, family="movement"):
         # Repeated, then cut.
         "(float[N,1,4] x) => (float[N,2,4] y) { a = Expand(x, [1, 5, 4]) y = Slice(a, [1], [3], [1]) }",
         "(float[2,3] x) => (float[2,3] y) { a = Tile(x, [1, 3]) y = Slice(a, [3], [6], [1]) }",
-        # Padded twice; padded, then the padding cut off again.
+        # Padded twice; padded, and then the padding removed again.
         "(float[N,3,4] x) => (float[N,6,6] y) { a = Pad(x, [0, 1, 0, 0, 2, 0]) y = Pad(a, [0, 0, 1, 0, 0, 1]) }",
         "(float[N,3] x) => (float[N,3] y) { a = Pad(x, [0, 1, 0, 2]) b = Slice(a, [1], [4], [1]) y = Neg(b) }",
-        # A permutation of Gathers.
+        # A permutation written as Gathers.
         "(float[N,6,3] x) => (float[N,6,3] y) "
         "{ a = Gather<axis=1>(x, [0, 3, 1, 4, 2, 5]) b = Gather<axis=1>(a, [0, 2, 4, 1, 3, 5]) y = Neg(b) }",
         # One position of a transposed tensor.
@@ -437,10 +443,10 @@ class MergeMovement(RegionRule, family="movement"):
         "Transpose<perm=[0,3,4,1,5,2]>(a) d = Reshape(b, [1, 2, 6, 4]) e = Transpose<perm=[0,2,3,1]>(d) y = Relu(e) }",
         "(float[1,12,3,2] x) => (float[1,24,3] y) "
         "{ a = DepthToSpace<blocksize=2>(x) b = Reshape(a, [1, 3, 24]) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
-        # The next operator moves data by numbers that are not known.
+        # The operator after the chain moves data by unknown numbers.
         "(float[N,6] x, float[N,2] z) => (float[A,B] y) "
         "{ s = Shape(z) a = Slice(x, [1], [5], [1]) b = Slice(a, [1], [3], [1]) y = Reshape(b, s) }",
-        # The first is read elsewhere, and should stay.
+        # The first operator has another reader, and should stay.
         "(float[2,3,4] x) => (float[2,2,3] y, float[2,4,3] z) "
         "{ a = Transpose<perm=[0,2,1]>(x) b = Slice(a, [0], [3], [1]) y = Slice(b, [0], [2], [1]) z = Relu(a) }",
         *(
@@ -448,13 +454,13 @@ class MergeMovement(RegionRule, family="movement"):
             f"b = Flatten{axis}(a) c = Reshape(b, s) d = Transpose<perm=[0,2,1]>(c) y = Relu(d) }}"
             for axis in ("", "<axis=3>", "<axis=-1>")
         ),
-        # To the end of a dimension of unknown size.
+        # A Slice to the end of a dimension of unknown size.
         _TO_THE_END.format(start=0, step=1),
     )
     near_misses = (_TO_THE_END.format(start=1, step=1), _TO_THE_END.format(start=0, step=2))
 
     def __init__(self) -> None:
-        # For each line that was examined: its shortcut, or the reason why there is none (may be empty).
+        # For each line that was examined: its shortcut, or the reason why it has none (may be empty).
         self._shortcuts: dict[_Line | None, _Shortcut | str] = {}
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -474,7 +480,8 @@ class MergeMovement(RegionRule, family="movement"):
         if shortcut is not None:
             profitable(not shortcut, shortcut)
             return None
-        # `_line` has read all that decides, so a match depends on the same values whether the line was known or not.
+        # `_line` has read everything on which the result depends. So a match depends on the same values whether the
+        # line was already examined or not.
         apart = reader if line is None else Reader(reader.graph, node.id)
         try:
             region = None if _hopeless(apart, list(_above(apart, node))) else self._cheaper(apart, node)
@@ -494,7 +501,7 @@ class MergeMovement(RegionRule, family="movement"):
             self._shortcuts[line] = shortcut
 
     def _cheaper(self, reader: Reader, node: Node) -> Region | None:
-        """The region of a chain. Refuses if there is no cheaper one."""
+        """The region of a chain. Refuses if no chain is cheaper."""
         region, shared = self._cheaper_region(reader, node, frozenset())
         if region is None and shared:
             region, _ = self._cheaper_region(reader, node, shared)
@@ -504,7 +511,7 @@ class MergeMovement(RegionRule, family="movement"):
     def _cheaper_region(
         self, reader: Reader, node: Node, stop: frozenset[Value]
     ) -> tuple[Region | None, frozenset[Value]]:
-        """The region, if there is a cheaper chain; and the values in it that are read elsewhere."""
+        """The region, if a chain is cheaper, else None; and the values of the chain that are read elsewhere."""
         (output,) = node.outputs
         trace = _Trace(reader, stop=stop)
         m = trace.map(output)
@@ -554,7 +561,7 @@ class PushMovementIntoConcat(RegionRule, family="movement"):
         concat = next((n for n in _above(reader, node) if n.op == "Concat"), None)
         if concat is None or _goes_on(reader, node):
             return None
-        # The Concat's inputs may have been moved too, in ways that may or may not combine.
+        # The Concat's inputs may have been moved, too, so that the movements combine or do not.
         region = self._cheaper_region(reader, node, frozenset()) or self._cheaper_region(
             reader, node, frozenset(concat.inputs)
         )
@@ -567,7 +574,7 @@ class PushMovementIntoConcat(RegionRule, family="movement"):
         try:
             m = trace.map(output)
             nodes = trace.nodes(node) if output in trace.makers else []
-            if core_of(m) is not None:  # a single source
+            if core_of(m) is not None:  # the chain has a single source
                 return None
             scale = trace.scale()
             joined = best_joined(trace.shapes, m, trace.may_use_blocks(), scale)
@@ -618,7 +625,7 @@ class ReplaceMovement(RegionRule, family="movement"):
 
     @staticmethod
     def _promises(reader: Reader, node: Node) -> bool:
-        """Whether the numbers alone allow a gain; most nodes are refused here."""
+        """Whether the numbers alone allow a gain. Most nodes are refused here."""
         before, after = reader.type(node.inputs[0]).shape, node.types[0].shape
         if before is None or after is None:
             return False

@@ -1,4 +1,6 @@
-"""Rules that recognise Softmax, LayerNormalization and their like, and fold constants into normalisations."""
+"""Rules that recognise Softmax, LayerNormalization and similar operators, and that fold constants into
+normalisations.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
-# Types that are only computed in float32 inside: a double would lose digits by the default `stash_type`.
+# Element types that are computed in float32 at most: a double would lose digits by the default `stash_type`.
 _STASHED = frozenset({DType.FLOAT, DType.FLOAT16})
 
 
@@ -30,7 +32,9 @@ _STASHED = frozenset({DType.FLOAT, DType.FLOAT16})
 
 
 def _last_axes(reader: Reader, node: Node) -> int | None:
-    """The first axis of a ReduceMean that keeps dimensions and reduces all axes from there on; None for other nodes."""
+    """The first reduced axis of a ReduceMean that keeps dimensions and reduces all axes from there on; None for other
+    nodes.
+    """
     if node.op != "ReduceMean" or node.attrs.get("keepdims", 1) != 1:
         return None
     axes = ints_input(reader, node, 1)
@@ -42,7 +46,7 @@ def _last_axes(reader: Reader, node: Node) -> int | None:
 
 
 def _fits(shape: tuple[Dim, ...] | None, normal: tuple[Dim, ...]) -> bool:
-    """Whether a scale or bias covers the normalised dimensions, with any dimensions of 1 before them."""
+    """Whether a scale or bias has the shape of the normalised dimensions, perhaps with dimensions of 1 before them."""
     if shape is None or len(shape) < len(normal):
         return False
     lead = len(shape) - len(normal)
@@ -54,7 +58,7 @@ def _single(shape: tuple[Dim, ...] | None) -> bool:
 
 
 def _parameter(op: Op, v: Val, sizes: tuple[int, ...]) -> Any:
-    """A scale or bias in the shape of the normalised dimensions."""
+    """A scale or bias, reshaped to the normalised dimensions."""
     if v.shape == sizes:
         return v
     if _single(v.shape):
@@ -76,7 +80,7 @@ def _normal_sizes(reader: Reader, x: Value, axis: int) -> tuple[int, ...]:
 
 @dataclass
 class _Walk:
-    """A region under construction: its nodes so far, and the current value."""
+    """A region under construction: its nodes so far, and the value up to which they compute."""
 
     reader: Reader
     nodes: list[Node]
@@ -87,7 +91,9 @@ class _Walk:
             self.nodes.append(node)
 
     def step(self, op: str) -> tuple[Node, Value] | None:
-        """Go on to the current value's only reader if it is `op`. Returns that node and its other input."""
+        """If the current value's only reader is `op`, add it and go on to its result. Returns the node and its other
+        input, or None.
+        """
         node = only_reader(self.reader, self.at)
         if node is None or node.op != op or len(node.inputs) != 2:
             return None
@@ -97,7 +103,7 @@ class _Walk:
         return node, (b if a == self.at else a)
 
     def division(self) -> tuple[Node, Value] | None:
-        """Go on to a division by the current value, or to a product with its Reciprocal. Returns what `step` does."""
+        """Like `step`, for a division by the current value or a product with its Reciprocal."""
         user = only_reader(self.reader, self.at)
         if user is None or user.op != "Reciprocal":
             step = self.step("Div")
@@ -107,11 +113,15 @@ class _Walk:
         return self.step("Mul")
 
     def scale(self, sizes: tuple[int, ...]) -> Value | None:
-        """Take a multiplication by a parameter over the normalised dimensions."""
+        """If a parameter over the normalised dimensions multiplies the current value, go on to the product. Returns the
+        parameter, or None.
+        """
         return self._parameter("Mul", sizes)
 
     def bias(self, sizes: tuple[int, ...]) -> Value | None:
-        """Take the addition of a parameter over the normalised dimensions."""
+        """If a parameter over the normalised dimensions is added to the current value, go on to the sum. Returns the
+        parameter, or None.
+        """
         return self._parameter("Add", sizes)
 
     def _parameter(self, op: str, sizes: tuple[int, ...]) -> Value | None:
@@ -123,7 +133,7 @@ class _Walk:
         fits = _fits(type.shape, sizes) or (type.const and _single(type.shape))
         if not fits or (not type.const and len(type.shape or ()) != len(sizes)):
             return None
-        # Leading dimensions of 1 may not add dimensions to the result.
+        # Leading dimensions of 1 in a parameter must not add dimensions to the result.
         if len(type.shape or ()) > len(self.reader.type(self.at).shape or ()):
             return None
         self.take(node)
@@ -131,7 +141,7 @@ class _Walk:
         return parameter
 
     def closed(self, *exempt: Value) -> None:
-        """Refuse if an inner value is read elsewhere."""
+        """Refuse if an inner value of the region is read elsewhere."""
         members = {n.outputs[0] for n in self.nodes}
         for node in self.nodes:
             out = node.outputs[0]
@@ -148,7 +158,7 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class _Deviation:
-    """sqrt(mean(x^2) + epsilon) over the axes from one on, and the nodes that make it."""
+    """The value sqrt(mean(x^2) + epsilon) over the last axes from one on, and the nodes that compute it."""
 
     x: Value
     axis: int
@@ -174,7 +184,9 @@ def _deviation(reader: Reader, node: Node) -> _Deviation | None:
 
 
 def _centred(reader: Reader, value: Value) -> tuple[Value, int, list[Node]] | None:
-    """A value as x - mean(x) over the last axes: (x, the first of these axes, the nodes)."""
+    """A value as x - mean(x) over the last axes: (x, the first of these axes, the nodes); None if it is something
+    else.
+    """
     node = reader.producer(value)
     if node is None or node.op != "Sub":
         return None
@@ -188,8 +200,8 @@ def _centred(reader: Reader, value: Value) -> tuple[Value, int, list[Node]] | No
 class FuseLayerNormalization(RegionRule, family="normalisation"):
     """(x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * scale + bias -> layernormalization(x, scale, bias).
 
-    Scale and bias may be missing; the square may be a product, the division a product with the reciprocal;
-    x - mean(x) may be computed twice. float16 is computed in float32 afterwards.
+    Scale and bias may be missing; the square may be a product, the division a product with the reciprocal; x - mean(x)
+    may be computed twice. The new operator computes float16 in float32.
     """
 
     may_remove_nonfinite = True  # the operator's sums do not overflow where those of the source do
@@ -241,7 +253,7 @@ class FuseLayerNormalization(RegionRule, family="normalisation"):
 class FuseMomentsLayerNormalization(Rule, family="normalisation"):
     """x * g + (bias - mean * g), g = scale / sqrt(var + eps) -> layernormalization(x, scale, bias).
 
-    TensorFlow writes it so (a batch normalisation by the moments of each row).
+    TensorFlow writes it like this (as a batch normalisation by the moments of each row).
     """
 
     may_remove_nonfinite = True  # the operator's sums do not overflow where those of the source do
@@ -339,8 +351,8 @@ class FuseRMSNormalization(RegionRule, family="normalisation"):
 class ReplaceAddBySum(RegionRule, family="normalisation"):
     """layernormalization(a + b) -> layernormalization(sum(a, b)).
 
-    ONNX Runtime fuses an Add before a LayerNormalization into a SkipLayerNormalization, which is slower than
-    the two on several threads. It does not fuse a Sum.
+    ONNX Runtime fuses an Add and a LayerNormalization into a SkipLayerNormalization, which on several threads is slower
+    than the two operators. It does not fuse a Sum.
     """
 
     unpriced = True
@@ -356,7 +368,7 @@ class ReplaceAddBySum(RegionRule, family="normalisation"):
         add = reader.producer(node.inputs[0])
         if add is None or add.op != "Add":
             return None
-        # If the sum has other readers, the runtime does not fuse it.
+        # If the sum has other readers, ONNX Runtime does not fuse it.
         profitable(read_once(reader, add.outputs[0]), "the sum is read elsewhere")
         return Region(add.outputs, add.inputs, (node, add))
 
@@ -365,7 +377,7 @@ class ReplaceAddBySum(RegionRule, family="normalisation"):
 
 
 def _without_views(reader: Reader, value: Value) -> Value:
-    """The value of which this value is a view."""
+    """The value from which a chain of views (Reshape, Squeeze, ...) computes this value."""
     while (node := made_by(reader, value, *RANK_VIEWS)) is not None:
         value = node.inputs[0]
     return value
@@ -381,16 +393,16 @@ def _axes(reader: Reader, node: Node) -> tuple[int, ...] | None:
 
 
 def _keeps_axes(reader: Reader, value: Value, x: Value, axes: tuple[int, ...]) -> bool:
-    """Whether a value, a view of x reduced over the axes, has x's dimensions with 1 in their place.
+    """Whether a value, a view of a reduction of x over the axes, has x's dimensions with 1 for these axes.
 
-    Then an Expand between them repeats nothing: it adds no elements.
+    An Expand among the views then repeats nothing: it adds no elements.
     """
     shape = reader.type(x).shape or ()
     return same_dims(reader.type(value).shape, [1 if i in axes else d for i, d in enumerate(shape)])
 
 
 def _reduced(reader: Reader, value: Value, x: Value, op: str) -> tuple[int, ...] | None:
-    """The axes over which `op` reduces x to a value that has 1 in their place; None if it does not."""
+    """The axes over which `op` reduces x to a value that has size 1 along them; None if the value is something else."""
     node = made_by(reader, _without_views(reader, value), op)
     axes = None if node is None or node.inputs[0] != x else _axes(reader, node)
     return axes if axes is not None and _keeps_axes(reader, value, x, axes) else None
@@ -460,7 +472,7 @@ class FuseSoftmax(RegionRule, family="idioms"):
         return None
 
     def argument(self, reader: Reader, value: Value, axes: tuple[int, ...]) -> Value | None:
-        """The argument of the softmax, if `value` is the argument of the exponential."""
+        """The argument of the softmax, if `value` is the argument of its exponential; else None."""
         shifted = _less_its_greatest(reader, value)
         return None if shifted is None or shifted[1] != axes else shifted[0]
 
@@ -471,7 +483,7 @@ class FuseSoftmax(RegionRule, family="idioms"):
 class FuseUnshiftedSoftmax(FuseSoftmax):
     """exp(x) / sum(exp(x)) -> softmax(x)  along one axis;  the product with the reciprocal alike.
 
-    Where the exponentials overflow, the left side is NaN, and the right side is not.
+    Where the exponentials overflow, the left side is NaN, but the right side is not.
     """
 
     may_add_nonfinite = True
@@ -526,7 +538,7 @@ class FuseLogSoftmax(RegionRule, family="idioms"):
 class FuseLogOfSoftmax(Rule, family="idioms"):
     """log(softmax(x)) -> logsoftmax(x).
 
-    Where the softmax underflows, the left side is minus infinity, and the right side is not.
+    Where the softmax underflows, the left side is minus infinity, but the right side is not.
     """
 
     may_remove_nonfinite = True
@@ -634,7 +646,7 @@ class _Normal:
 
 
 def _normal(reader: Reader, node: Node) -> _Normal | None:
-    """A normalisation whose deviation is made by `node`, a Sqrt or a Pow."""
+    """The normalisation whose deviation `node`, a Sqrt or a Pow, computes; None if there is none."""
     x, *exponent = node.inputs
     inverted = any(is_number(reader, v, -0.5, x) for v in exponent)
     if not inverted and not all(is_number(reader, v, 0.5, x) for v in exponent):
@@ -654,7 +666,9 @@ def _normal(reader: Reader, node: Node) -> _Normal | None:
 def _applied(
     reader: Reader, at: Value, inverted: bool, x: Value, axes: tuple[int, ...], epsilon: float
 ) -> _Normal | None:
-    """The use of the deviation d: (x - m) / d, (x - m) * (1 / d) or (x - m) * ((1 / d) * scale), and a shift."""
+    """How the deviation d is used: (x - m) / d, (x - m) * (1 / d) or (x - m) * ((1 / d) * scale), and a shift; None
+    otherwise.
+    """
     scale = shift = ABSENT
     step = only_reader(reader, at)
     if (
@@ -694,7 +708,7 @@ def _applied(
 
 
 class _FuseNormalization(RegionRule, family="idioms"):
-    """A normalisation by mean and variance, in the spellings of JAX, TensorFlow and Keras."""
+    """A rule for a normalisation by mean and variance as JAX, TensorFlow and Keras write it."""
 
     may_remove_nonfinite = True  # the operator's sums do not overflow where those of the source do
 
@@ -704,7 +718,7 @@ class _FuseNormalization(RegionRule, family="idioms"):
     anchors = ("Sqrt", "Pow")
     reads_from = ("Add",)
 
-    # The axes that it normalises, and the axes over which its scale and shift vary.
+    # The axes that the rule's operator normalises, and the axes over which scale and shift vary.
     varying: Callable[[Reader, _Normal], tuple[int, ...] | None]
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -726,7 +740,7 @@ class _FuseNormalization(RegionRule, family="idioms"):
 
 
 def _spread(op: Op, v: Val, varying: Sequence[int], rank: int, sizes: Sequence[int]) -> Any:
-    """A parameter with only the axes over which it varies, in these sizes."""
+    """A parameter reduced to the axes over which it varies, in these sizes."""
     aligned = (1,) * (rank - v.rank) + v.sizes
     shape = [aligned[a] for a in varying]
     flat = op.Reshape(v, shape)
@@ -740,8 +754,8 @@ def _filled(op: Op, number: float, sizes: Sequence[int]) -> Any:
 class FuseLayerNormalizationByMoments(_FuseNormalization):
     """(x - m) * (scale / sqrt(E[x^2] - m^2 + eps)) + bias -> layernormalization(x, scale, bias)  over any axes.
 
-    Axes that are not last are moved there. The mean may be a sum times 1/n, the variance may be clamped at 0,
-    and Reshape and Expand may bring both to x's rank.
+    Normalised axes that are not the last ones are transposed to the end. The mean may be a sum times 1/n, the variance
+    may be clamped at 0, and Reshape and Expand may bring both to x's rank.
     """
 
     examples = graphs(
@@ -815,12 +829,14 @@ class FuseInstanceNormalization(_FuseNormalization):
         return op.InstanceNormalization(x, scale, shift, epsilon=epsilon)
 
 
-# The affine part
+# Scale and shift of normalisations
 
 
 @dataclass(frozen=True, slots=True)
 class _Affine:
-    """A normalisation and its readers: operators and attributes, whether there is a shift, whether each has a bias."""
+    """A normalisation and its readers: the readers' operators and attributes, whether the normalisation has a shift,
+    and whether each reader has a bias.
+    """
 
     op: str
     attrs: Attrs
@@ -831,7 +847,8 @@ class _Affine:
 class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
     """layernorm(x, s, b) @ w -> layernorm(x, 1) @ (s^T * w) + b @ w  for all readers, MatMul or Gemm.
 
-    RMSNormalization alike. The normalisations of one tensor become one. The shift joins the reader's bias.
+    RMSNormalization is handled in the same way. Several normalisations of one tensor become one. The shift is added to
+    the reader's bias.
     """
 
     anchors = ("LayerNormalization", "RMSNormalization")
@@ -945,7 +962,7 @@ class FoldBiasIntoNormalization(FoldScaleIntoNormalization):
 
 
 def _require_deviation(var: Val, epsilon: float) -> None:
-    """Refuse known variances whose deviation is 0. (For a negative variance both sides are NaN.)"""
+    """Refuse constant variances with a deviation of 0. (For a negative variance both sides are NaN.)"""
     numbers = var.array_or_none
     require(numbers is None or bool(np.all(numbers + epsilon != 0)), "a variance cannot be divided by")
 

@@ -1,7 +1,8 @@
 """Placement as substitutions: which operators run in generated kernels, and which in ONNX Runtime.
 
-They change nothing that is computed, so there is nothing to prove. A search applies them like rules: an operator that
-moves to ONNX Runtime splits a region, one that moves back merges regions, and both may move a border.
+These rules change nothing that a graph computes, so there is nothing to prove. A search applies them like other rules.
+An operator that moves to ONNX Runtime splits a region; one that moves to a generated kernel merges regions. Both can
+also shift the border of a region.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from xrlflow.rewrite.rule import Op, Reader, Region, RegionRule
 
 PLACEMENT = "placement"
 _OPERATORS = tuple(sorted({*COUNTS, *ELEMENTWISE}))
-# Elementwise operators that are moved with the one that they follow, at most.
+# How many elementwise operators are moved at most together with the operator that they follow.
 _MOST = 8
 
 Loses = Callable[[Graph, Node], bool]
@@ -23,7 +24,9 @@ Loses = Callable[[Graph, Node], bool]
 
 
 class _Placement(RegionRule, family=PLACEMENT):
-    """Moves an operator to the other side, with the elementwise operators that alone read its result."""
+    """Moves an operator between ONNX Runtime and generated kernels, with the elementwise operators that alone read its
+    result.
+    """
 
     anchors = _OPERATORS
     on_runtime = False
@@ -88,5 +91,7 @@ def without_placement(graph: Graph) -> Graph:
 
 
 def placement_rules(loses: Loses = lambda graph, node: True) -> tuple[RegionRule, ...]:
-    """Both rules. A node moves to ONNX Runtime if its kernel `loses` (by default: any), or next to a node there."""
+    """Both rules. A node moves to ONNX Runtime if its generated kernel `loses` (by default always), or if a node next
+    to it runs there.
+    """
     return LeaveToRuntime(loses), TakeFromRuntime()

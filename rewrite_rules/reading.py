@@ -1,4 +1,4 @@
-"""How the rules of regions read a graph: numbers, operands, squares, what lies between two values."""
+"""Helpers with which region rules read a graph: numbers, operands, squares, and the nodes between two values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from xrlflow.rewrite import Reader, Val, profitable, require
 
 
 def only_reader(reader: Reader, value: Value) -> Node | None:
-    """The only reader of a value that is no output of the graph; else None."""
+    """The node that reads a value, if it is the only one and the value is no output of the graph; else None."""
     users = [] if reader.is_output(value) else reader.users(value)
     return users[0] if len(users) == 1 else None
 
 
 def number_of(reader: Reader, value: Value, partner: Value) -> float | None:
-    """The number that a small constant holds everywhere, if the constant keeps the other operand's shape."""
+    """The number that all elements of a small constant equal, if the constant does not change the other operand's
+    shape.
+    """
     if not reader.is_const(value):
         return None
     number = reader.val(value).uniform
@@ -27,13 +29,13 @@ def number_of(reader: Reader, value: Value, partner: Value) -> float | None:
 
 
 def is_number(reader: Reader, value: Value, number: float, partner: Value) -> bool:
-    """Whether a value is this number, as float32 rounds it."""
+    """Whether all elements of a value equal this number, rounded to float32."""
     actual = number_of(reader, value, partner)
     return actual is not None and math.isclose(actual, number, rel_tol=1e-6)
 
 
 def operands(node: Node | None) -> list[tuple[Value, Value]]:
-    """The two inputs of a node, in both orders except for Sub and Div; nothing for None."""
+    """The pairs of a node's two inputs: in both orders, except for Sub and Div; empty if the node is None."""
     if node is None or len(node.inputs) != 2:
         return []
     a, b = node.inputs
@@ -51,7 +53,9 @@ def square_of(reader: Reader, value: Value) -> Value | None:
 
 
 def number_for(c: Val, x: Val) -> float:
-    """The number that all elements of a constant equal. Refuses other constants, and one that would broadcast x."""
+    """The number that all elements of a constant equal. Refuses other constants, and a constant that would
+    broadcast x.
+    """
     number = c.uniform
     require(number is not None, "the constant is not one number")
     require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
@@ -59,14 +63,14 @@ def number_for(c: Val, x: Val) -> float:
     return number
 
 
-# The views that give the result of a reduction the rank of the reduced tensor.
+# The views by which a reduction's result gets the rank of the reduced tensor again.
 RANK_VIEWS = (*VIEWS, "Expand")
 
 
 def between(reader: Reader, out: Value, inputs: Collection[Value]) -> tuple[Node, ...]:
-    """The nodes that make `out` from `inputs` and constants; an inner value may not be read elsewhere.
+    """The nodes that compute `out` from `inputs` and constants. Refuses if an inner value is read elsewhere.
 
-    The computation of a Reshape's or Expand's shape is not included.
+    Nodes that compute the shape for a Reshape or Expand are not included.
     """
     nodes: dict[Value, Node] = {}
     work = [out]
@@ -87,7 +91,7 @@ def between(reader: Reader, out: Value, inputs: Collection[Value]) -> tuple[Node
     return tuple(nodes.values())
 
 
-# Whether it is true of smaller numbers, and of equal ones.
+# Whether the comparison is true if the first operand is smaller, and whether it is true if the operands are equal.
 COMPARISONS = {
     "Less": (True, False),
     "LessOrEqual": (True, True),

@@ -1,4 +1,4 @@
-"""Rules that turn unrolled recurrent cells into ONNX's LSTM, GRU and RNN, or do the common work of all steps once."""
+"""Rules that turn unrolled recurrent cells into ONNX's LSTM, GRU and RNN, or that do the work of all steps at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, common_so
 class FuseSumOfGemms(Rule, family="recurrent"):
     """gemm(x, w, b) + gemm(y, v, c) -> gemm(x, w, gemm(y, v, b + c))  with b and c constant rows.
 
-    The addition becomes the start of the second product's accumulation.
+    The accumulation of one product begins with the result of the other, so that no addition of the two is left.
     """
 
     shapes = "x[m,k] w[n,k] b[n]:const y[m,j] v[n,j] c[n]:const"
@@ -32,7 +32,7 @@ class FuseSumOfGemms(Rule, family="recurrent"):
 
 
 def _of_two_rows(example: str, states: str, bias: str) -> str:
-    """The first example of `FuseStepsIntoGemms` with two rows a step, other states and another bias."""
+    """The first example of `FuseStepsIntoGemms` with two rows per step, other states and another bias."""
     return (
         example.replace("float[2,3] x, float[1,3] s, float[1,3] t", f"float[4,3] x, {states}")
         .replace("float[1,4] f, float[1,4] g", "float[2,4] f, float[2,4] g")
@@ -44,8 +44,8 @@ class FuseStepsIntoGemms(RegionRule, family="recurrent"):
     """p_t + gemm(h_t, w, b) for each part p_t of split(gemm(x, v, c)) -> gemm(h_t, w, q_t) with parts q_t of x's
     product with the bias b + c.
 
-    The addition of each step becomes the start of its product's accumulation. A step whose product is constant
-    (the first, with a constant state) keeps its addition.
+    The addition of each step becomes the start of the accumulation in that step's product. A step whose product is
+    constant (the first step, if the state is constant) keeps its addition.
     """
 
     anchors = ("Split",)
@@ -131,7 +131,7 @@ class FuseStepsIntoGemms(RegionRule, family="recurrent"):
 class SwapSplits(RegionRule, family="recurrent"):
     """split_b(p) for each part p of split_a(x) -> split_a(q) for each part q of split_b(x).
 
-    It pays if x has many parts along a (time steps), and each is split into a few along b (gates).
+    It gains if x has many parts along a (time steps), and each part is split into a few along b (gates).
     """
 
     anchors = ("Split",)
@@ -179,7 +179,7 @@ def _size(reader: Reader, value: Value, axis: int) -> int:
     return reader.val(value).size(axis)
 
 
-# What gates are computed from
+# The linear forms of gates
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class _Weight:
 
     @property
     def matrix(self) -> tuple[Value, bool, tuple[int, int]]:
-        """The key that the weights of one source have in common."""
+        """The key that the weights cut from one matrix have in common."""
         return self.value, self.transposed, self.rows
 
 
@@ -212,19 +212,20 @@ class _Linear:
 
     @property
     def signature(self) -> tuple[frozenset[_Weight], frozenset[tuple[Value, int, int]]]:
-        """The key that all steps must have in common."""
+        """A key that is the same for all steps of a cell."""
         return frozenset(w for _, w in self.terms), frozenset(self.biases)
 
 
 def _linear(reader: Reader, value: Value, start: int, length: int) -> _Linear | None:
-    """Columns [start, start + length) of a matrix as a sum of products; None if they are no such sum."""
+    """Columns [start, start + length) of a value as a sum of products; None if they are no such sum."""
     type = reader.type(value)
-    # A value with fewer columns broadcasts: a gate of one column is not a gate of all columns.
+    # A value with fewer columns would broadcast, so it is no value of all columns of a gate.
     if not type.shape or not isinstance(type.shape[-1], int) or type.shape[-1] < start + length:
         return None
     node = reader.producer(value)
     if node is not None and len(type.shape) == 2:
-        # Constants too: with a constant state, the first step's product is like those of the other steps.
+        # Constant values, too: if the first state is constant, the first step's product must be found like those of the
+        # others.
         result = _computed(reader, node, value, start, length)
         if result is not None:
             return result
@@ -235,7 +236,7 @@ def _linear(reader: Reader, value: Value, start: int, length: int) -> _Linear | 
 
 
 def _computed(reader: Reader, node: Node, value: Value, start: int, length: int) -> _Linear | None:
-    """The same for a value that `node` makes."""
+    """As `_linear`, for a value that `node` computes."""
     if node.op == "Split":
         if axis_of(node, 2) != 1:
             return None
@@ -267,7 +268,7 @@ def _computed(reader: Reader, node: Node, value: Value, start: int, length: int)
 def _products(
     reader: Reader, source: Value, weight: Value, transposed: bool, start: int, length: int
 ) -> _Linear | None:
-    """The product of a value, or of the parts of a Concat, with columns of a matrix."""
+    """The product of a value, or of the parts of a Concat, with columns of a matrix; None if it has another form."""
     if reader.type(source).rank != 2:
         return None
     node = reader.producer(source)
@@ -296,16 +297,17 @@ def _both(node: Node | None, op: str) -> Iterator[tuple[Value, Value]]:
 
 
 def _argument(reader: Reader, value: Value, op: str) -> Value | None:
-    """x if the value is op(x), else None."""
+    """The value x if the value is op(x), else None."""
     node = reader.producer(value)
     return node.inputs[0] if node is not None and node.op == op else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step: its gates in ONNX's order, as linear forms, and the states before it.
+    """One step of a cell: its gates in ONNX's order, as linear forms, and the states before the step.
 
-    `kind` is all else that steps must have in common. `previous` are candidates for the hidden state before.
+    `kind` is everything else that the steps must have in common. `previous` are values that may be the hidden state
+    before the step.
     """
 
     gates: tuple[_Linear, ...]
@@ -313,7 +315,7 @@ class _Step:
     states: tuple[
         Value, ...
     ]  # known states before this step (the cell of an LSTM, the hidden state of a GRU)
-    values: tuple[Value, ...]  # the states that the step makes
+    values: tuple[Value, ...]  # the states that the step computes
 
     @property
     def signature(self) -> Any:
@@ -328,7 +330,7 @@ def _width(reader: Reader, value: Value) -> int | None:
 
 
 def _gate(reader: Reader, value: Value, op: str, size: int) -> _Linear | None:
-    """The linear form of a gate's argument."""
+    """The linear form of a gate's argument; None if the value is no such gate."""
     inner = _argument(reader, value, op)
     return None if inner is None else _linear(reader, inner, 0, size)
 
@@ -340,30 +342,31 @@ class _Native:
     steps: int
     size: int
     kind: tuple[Any, ...]
-    gates: tuple[tuple[_Weight, _Weight], ...]  # of the input, of the hidden state
+    gates: tuple[tuple[_Weight, _Weight], ...]  # weights of the input and of the hidden state, by gate
     biases: tuple[tuple[tuple[Value, int, int], ...], ...]
-    constants: tuple[Value, ...]  # their values, in the order of the region's inputs
-    outputs: tuple[int, ...]  # steps whose hidden state is read
+    constants: tuple[Value, ...]  # the values of these constants, in the order of the region's inputs
+    outputs: tuple[int, ...]  # the steps whose hidden state is read
     cell: bool  # whether the last cell state is read
 
 
 class _Unrolled(RegionRule, family="native_recurrent"):
-    """The common part of the cells' rules: walk back from the last step, and build the weights."""
+    """The common part of the rules for cells: it walks back from the last step, and builds the weights."""
 
     nonempty = True
     dtypes = FLOAT
-    # ONNX Runtime's cells clamp the arguments of their functions: they turn NaN and infinity into finite numbers.
+    # ONNX Runtime's recurrent operators clamp the arguments of their activations, so NaN and infinity become finite
+    # numbers.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     native = ""
     states = 1
 
     def step(self, reader: Reader, hidden: Value) -> _Step | None:
-        """The step that makes a hidden state; None if it is not such a state."""
+        """The step that computes a hidden state; None if the value is no hidden state."""
         raise NotImplementedError
 
     def last(self, reader: Reader, step: _Step) -> bool:
-        """Whether a cheap check finds no step that follows."""
+        """Whether a cheap check shows that no step follows."""
         raise NotImplementedError
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -405,7 +408,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         return Region(tuple(outputs), (*inputs, *states, *constants), (node,), data)
 
     def walk(self, reader: Reader, last: _Step) -> list[_Step]:
-        """The steps in order, as far back as they are alike."""
+        """The steps in their order, back to the first that is like the last one."""
         steps = [last]
         visited = {last.values[0]}
         while True:
@@ -427,11 +430,15 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         return list(dict.fromkeys(v for g in step.gates for v, _ in g.terms))
 
     def follows(self, earlier: _Step, later: _Step) -> bool:
-        """Whether the states other than the hidden one connect two steps."""
+        """Whether one step follows another: the later step's states, except the hidden one, are those that the earlier
+        computes.
+        """
         return earlier.values[1:] == later.states[1:]
 
     def hidden_before(self, steps: Sequence[_Step], reader: Reader) -> Value | None:
-        """The hidden state before the first step: its operand where the second step has the first step's state."""
+        """The hidden state before the first step: the operand with the weights that the second step has for the first
+        step's state.
+        """
         second, hidden = steps[1], steps[0].values[0]
         own = {w.matrix for g in second.gates for v, w in g.terms if v == hidden}
         values = {v for g in steps[0].gates for v, w in g.terms if w.matrix in own}
@@ -440,7 +447,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
     def separate(
         self, steps: Sequence[_Step], befores: Sequence[Value]
     ) -> tuple[list[Value], tuple[tuple[_Weight, _Weight], ...]]:
-        """The inputs of the steps, and each gate's weights of input and hidden state."""
+        """The inputs of the steps, and each gate's weights of the input and of the hidden state."""
         inputs = []
         for step, before in zip(steps, befores):
             sequences = {v for g in step.gates for v, _ in g.terms if v != before}
@@ -481,7 +488,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
     def bias(
         self, op: Op, biases: Sequence[tuple[Value, int, int]], vals: dict[Value, Val], size: int
     ) -> Any:
-        """A gate's bias [size]: the sum of the parts, or zeros."""
+        """A gate's bias [size]: the sum of its parts, or zeros."""
         total: Any = None
         for value, start, length in biases:
             row = vals[value] if vals[value].rank == 1 else op.Reshape(vals[value], [-1])
@@ -539,9 +546,11 @@ def _numbers(n: int) -> str:
 def _unrolled(
     cell: str, gates: int, *, joined: bool = False, states: str = "float[2,2] h0", steps: int = 3
 ) -> str:
-    """ONNX text of a cell over x[2,steps,3] with hidden size 2; `cell` is one step, with {t} and {p}, the step before.
+    """ONNX text of an unrolled cell over x[2,steps,3] with hidden size 2. `cell` is the text of one step; {t} is its
+    number, {p} that of the step before.
 
-    It can read z{t}, the sum of the projections of x and h, or (not `joined`) these two as a{t} and b{t}.
+    The text can read z{t}, the sum of the projections of x and h, or, if not `joined`, the two projections a{t} and
+    b{t}.
     """
     n = 2 * gates
     lines = []
@@ -592,19 +601,19 @@ _GRU_RESET_FIRST = (
 
 
 def _fed_back(example: str) -> str:
-    """A cell in which the second step's input depends on the first state."""
+    """The text of a cell in which the second step's input depends on the first state."""
     return example.replace(
         "x1 = Gather<axis=1>(x, i1)", "y1 = Gather<axis=1>(x, i1) y2 = ReduceMean(h1, one) x1 = Add(y1, y2)"
     )
 
 
 def _short(example: str, state: str, shape: str) -> str:
-    """A cell with a first state that broadcasts."""
+    """The text of a cell whose first state broadcasts."""
     return example.replace(f"float[2,2] {state}", f"float[{shape}] {state}")
 
 
 def _other_input(example: str) -> str:
-    """A cell whose second step has an input that broadcasts."""
+    """The text of a cell whose second step has an input that broadcasts."""
     return example.replace("agraph (", "agraph (float[1,3] v, ").replace(
         "x1 = Gather<axis=1>(x, i1)", "x1 = Identity(v)"
     )
@@ -614,7 +623,7 @@ def _users(reader: Reader, value: Value, op: str) -> list[Node]:
     return [n for n in reader.users(value) if n.op == op]
 
 
-# Gates that are parts of parts: slices of a Split's outputs, and a Split of a slice.
+# Gates that are cut twice: slices of a Split's outputs, and a Split of a slice.
 _LSTM_CUTS = _LSTM_CELL.replace(
     "i{t}g, f{t}g, g{t}g, o{t}g = Split<axis=1, num_outputs=4>(z{t})",
     "p{t}, q{t} = Split<axis=-1, num_outputs=2>(z{t}) v{t} = Slice(z{t}, to0, to4, one) "
@@ -626,15 +635,15 @@ _CUTS_AT = "".join(f"int64[1] to{i} = {{{i}}}, " for i in (0, 2, 3, 4, 6, 8))
 
 
 def _with(example: str, constants: str) -> str:
-    """A cell with more constants."""
+    """The text of a cell with more constants."""
     return example.replace("int64[1] one", f"{constants}int64[1] one")
 
 
 class FuseUnrolledLSTM(_Unrolled):
     """c' = sigmoid(f) * c + sigmoid(i) * tanh(g), h' = sigmoid(o) * tanh(c'), step by step -> lstm(x, h, c).
 
-    i, f, g, o are linear functions of x_t and h, the same in every step. They may be cut out of one product or
-    several, of concat(x_t, h) or of each, with or without biases, in any order. There are no peepholes.
+    i, f, g, o are linear functions of x_t and h, the same in every step. They may be cut out of one product or several,
+    of concat(x_t, h) or of x_t and h, with or without biases, in any order. Cells with peepholes are not matched.
     """
 
     anchors = ("Mul",)
@@ -724,14 +733,14 @@ class FuseUnrolledLSTM(_Unrolled):
         return None
 
     def last(self, reader: Reader, step: _Step) -> bool:
-        # A next step would multiply the cell by a gate.
+        # A further step would multiply the cell by a gate.
         return not _users(reader, step.values[1], "Mul")
 
 
 class FuseUnrolledGRU(_Unrolled):
     """h' = (1 - z) * tanh(n) + z * h, or n + z * (h - n), step by step -> gru(x, h)  with gates z, r, n.
 
-    n = W x + r * (R h + b), or W x + R (r * h): the reset gate acts after the product or before it.
+    n = W x + r * (R h + b), or W x + R (r * h): the reset gate multiplies either the product R h + b or the state h.
     """
 
     anchors = ("Add",)
@@ -788,7 +797,7 @@ class FuseUnrolledGRU(_Unrolled):
 
     @staticmethod
     def _blends(reader: Reader, node: Node) -> Iterator[tuple[Value, Value, Value]]:
-        """The interpretations of a sum as a blend: (update gate, candidate, state before)."""
+        """The ways to read a sum as a blend: (update gate, candidate, state before)."""
         for a, b in _both(node, "Add"):
             # n + z * (h - n)
             for update, difference in _both(reader.producer(a), "Mul"):
@@ -810,7 +819,9 @@ class FuseUnrolledGRU(_Unrolled):
     def _candidate(
         reader: Reader, value: Value, before: Value, size: int
     ) -> tuple[_Linear, _Linear, _Linear, bool] | None:
-        """Reset gate, products with the input and with the state, and whether the reset comes after the latter."""
+        """The parts of a candidate: reset gate, product with the input, product with the state, and whether the reset
+        gate comes after the latter product. None if the value is no candidate.
+        """
         for added, product in _both(reader.producer(value), "Add"):
             for gate, projected in _both(reader.producer(product), "Mul"):
                 reset = _gate(reader, gate, "Sigmoid", size)
@@ -838,7 +849,7 @@ class FuseUnrolledGRU(_Unrolled):
         return steps[0].states[0]
 
     def last(self, reader: Reader, step: _Step) -> bool:
-        # A next step would blend the state with a candidate, and multiply it by a matrix.
+        # A further step would blend the state with a candidate, and multiply it by a matrix.
         hidden = step.values[0]
         return not (_users(reader, hidden, "Mul") or _users(reader, hidden, "Sub"))
 
@@ -859,7 +870,7 @@ class FuseUnrolledGRU(_Unrolled):
         return {"linear_before_reset": 1} if native.kind[0] else {}
 
 
-# Why it is no mistake to exchange the two halves of a bias.
+# The reason why mutants that exchange the two halves of a bias are right.
 _SUM = "an RNN adds up its two biases"
 
 
@@ -890,7 +901,7 @@ class FuseUnrolledRNN(_Unrolled):
         return _Step((gate,), (node.op,), (hidden,), (hidden,))
 
     def last(self, reader: Reader, step: _Step) -> bool:
-        # A next step would multiply the state by a square matrix; so may a layer that follows.
+        # A further step would multiply the state by a square matrix; a layer after the cell may do so, too.
         kinds: set[str] = set()
         for user in reader.users(step.values[0]):
             if user.op in ("MatMul", "Gemm", "Concat"):

@@ -1,4 +1,6 @@
-"""Rules for reductions: decomposed ones, those over dimensions of 1, and those of a sum or product with a constant."""
+"""Rules for reductions: decomposed reductions, reductions over dimensions of 1, and reductions of a sum or product with
+a constant.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,14 @@ from rewrite_rules.examples import graphs
 from xrlflow.ir import Attrs, DType
 from xrlflow.rewrite import Captures, Op, Rule, Val, accurate, profitable, require
 
-# ONNX Runtime's sums of squares and of magnitudes add in order, its ReduceSum adds in a tree: of so many elements the
-# former have 3 times the error, of 1,024 they have 9 times, of a million 22.
+# Limit of the number of elements. ONNX Runtime's sums of squares and of magnitudes add one element after the other, its
+# ReduceSum adds in a tree. For 64 elements the error of the former is 3 times as large, for 1,024 it is 9 times as
+# large, for a million 22 times.
 _IN_ORDER = 64
 
 
 def _reduced_axes(x: Val, axes: Val | None, attrs: Attrs) -> tuple[int, ...]:
-    """The axes of a reduction; refuses those that are not known."""
+    """The axes of a reduction. Refuses axes that are not known."""
     if axes is None or not axes.ints:
         return () if attrs.get("noop_with_empty_axes") else tuple(range(x.rank))
     return fronts(axes.ints, x.rank)
@@ -59,7 +62,7 @@ class FuseReduceMean(Rule, family="idioms"):
 class FuseReduceSumSquare(Rule, family="idioms"):
     """sum(x * x) -> sumsquare(x)  over the same axes;  sum(x^2) alike.
 
-    Not of integers: the product wraps around, where ONNX Runtime's sum of squares stops at the greatest number.
+    Integers are excluded: their product wraps around, but ONNX Runtime's sum of squares stops at the greatest number.
     """
 
     dtypes = WIDE
@@ -121,7 +124,7 @@ class FuseReduceL2(Rule, family="idioms"):
         return op.ReduceL2(x, axes, keepdims=m.keep)
 
 
-# Integers that ONNX Runtime's reductions convert to doubles, which cannot hold all of them.
+# Integer types that ONNX Runtime's reductions convert to doubles, which cannot hold all 64-bit integers.
 _ROUNDED = frozenset({DType.INT64, DType.UINT64})
 
 _REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
@@ -130,7 +133,8 @@ _REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"
 class ReplaceUnitReduceBySqueeze(Rule, family="exports"):
     """reduce(x) -> squeeze(x)  over dimensions of 1: sum, mean, product, greatest and least of one number are it.
 
-    Not sums and the like of 64 bits, which ONNX Runtime takes for doubles: these round what is beyond 2^53.
+    Sums and similar reductions of 64-bit integers are excluded: ONNX Runtime computes them as doubles, which round
+    numbers beyond 2^53.
     """
 
     may_lose_errors = ("sizes",)
@@ -164,7 +168,8 @@ _MEANS = ("ReduceMean", "ReduceSum", "GlobalAveragePool", "AveragePool")
 class MoveConstantBehindMean(Rule, family="weights_algebra"):
     """mean(x * c) -> mean(x) * c,  mean(x + c) -> mean(x) + c  with c constant, the same along what is averaged.
 
-    ReduceMean, GlobalAveragePool and AveragePool (which may not count what it pads); for the product ReduceSum too.
+    The mean may be a ReduceMean, a GlobalAveragePool or an AveragePool that does not count its padding. For the product
+    it may also be a ReduceSum.
     """
 
     dtypes = WIDE

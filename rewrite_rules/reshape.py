@@ -1,4 +1,6 @@
-"""Reshape, Squeeze, Unsqueeze and Flatten: merged, cancelled, moved to where they cancel."""
+"""Rules for Reshape, Squeeze, Unsqueeze and Flatten: they merge them, cancel them, or move them to where they
+cancel.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 
 
 def maker(reader: Reader, value: Value, ops: Collection[str]) -> Node | None:
-    """The node that makes a value at run time, if it has one of these operators."""
+    """The node that computes a value at run time, if it has one of these operators; else None."""
     node = reader.producer(value)
     return None if node is None or node.const or node.op not in ops else node
 
 
 def makers(reader: Reader, values: Sequence[Value], ops: Collection[str]) -> list[Node]:
-    """The nodes that make two values or more, at run time and by these operators; none if one is made otherwise."""
+    """The nodes that compute two or more values at run time, all by these operators; empty if another operator computes
+    one.
+    """
     nodes = [n for v in values if (n := maker(reader, v, ops)) is not None]
     return nodes if 1 < len(nodes) == len(values) else []
 
@@ -94,7 +98,7 @@ class CancelSqueeze(Rule, family="reshape"):
 
 
 def _stays(shape: Shape, before: Shape, after: Shape) -> bool:
-    """Whether a small operand broadcasts alike against the shape before and after: a scalar, or the last dimension."""
+    """Whether a small operand broadcasts alike against both shapes: it is a scalar, or has only the last dimension."""
     if shape is None or before is None or after is None or len(shape) > min(1, len(before), len(after)):
         return False
     return shape in ((), (1,)) or (shape[0] is not None and shape[0] == before[-1] == after[-1])
@@ -153,7 +157,7 @@ class _PushUp(RegionRule, family="reshape"):
     def _viewed_operands(
         reader: Reader, inner: Node, node: Node, operands: Sequence[Value]
     ) -> tuple[bool, ...]:
-        """Which operands are reshaped."""
+        """For each operand, whether it is reshaped."""
         before, after = inner.types[0].shape, node.types[0].shape
         changes = tuple(not _stays(reader.type(v).shape, before, after) for v in operands)
         changed = [v for v, moves in zip(operands, changes) if moves]
@@ -193,7 +197,7 @@ class PushReshapeUp(_PushUp):
 class PushReshapesDown(_PushDown):
     """f(reshape(x), reshape(y)) -> reshape(f(x, y))  for f element by element, x and y of one shape.
 
-    Operands may also be scalars, or vectors along the last dimension if the reshape keeps it.
+    Operands may also be scalars, or vectors along the last dimension if the reshape leaves it whole.
     """
 
     anchors = BROADCAST
@@ -206,7 +210,8 @@ class PushReshapesDown(_PushDown):
 class PushReshapesUp(_PushUp):
     """reshape(f(x, y)) -> f(reshape(x), reshape(y))  for f element by element, x and y of one shape.
 
-    Offered when one of them is reshaped already, or all but one are constant or stay as they are.
+    The rule applies if an operand is the result of a reshape, or if all operands but one are constant or need no
+    reshape.
     """
 
     reads_from = BROADCAST
@@ -221,7 +226,7 @@ class PushReshapesUp(_PushUp):
 
 
 def _rows(reader: Reader, before: Value, after: Value) -> None:
-    """Refuse a view that does not keep the last dimension."""
+    """Refuse a view that changes the last dimension."""
     a, b = reader.val(before).shape, reader.val(after).shape
     require(a and b and a[-1] is not None and a[-1] == b[-1], "the last dimension changes")
     require(a[-1] != 0, "what has no elements has many shapes")
@@ -288,7 +293,7 @@ class PushReshapeIntoMatMul(RegionRule, family="reshape"):
 class PullUnsqueezeOutOfConcat(RegionRule, family="reshape"):
     """concat_a(unsqueeze_a(x0), ..., unsqueeze_a(xn)) -> reshape(concat_a(x0, ..., xn))  for x of one shape.
 
-    The steps of an unrolled recurrence are stacked so; one view is left of many.
+    The steps of an unrolled recurrence are stacked in this way. A single view replaces many.
     """
 
     may_lose_errors = ("sizes",)
@@ -310,7 +315,7 @@ class PullUnsqueezeOutOfConcat(RegionRule, family="reshape"):
         require(axis < rank - 1, "the new axis is the last")
         profitable(all(read_once(reader, v) for v in node.inputs), "a part is read elsewhere")
         before = [*reader.val(unsqueezes[0].inputs[0]).shape]
-        before[axis] = None  # the parts of one dimension; none of the result is it
+        before[axis] = None  # stands for the concatenated dimension: no dimension of the result equals it
         numbers = tuple(reshape_numbers(before, node.types[0].shape or ()))
         inputs = tuple(p.inputs[0] for p in unsqueezes)
         return Region(node.outputs, inputs, (node, *unsqueezes), (axis, numbers))

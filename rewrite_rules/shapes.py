@@ -1,4 +1,4 @@
-"""Longer `shapes` declarations, put together from parts."""
+"""Helpers that assemble long `shapes` declarations from parts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from itertools import product
 
 
 def either(*groups: tuple[str, ...] | str) -> str:
-    """Every choice of one text of each group, as alternatives: either("x[n]", ("c[]", "c[n]"))."""
+    """A declaration whose alternatives combine one text of each group: either("x[n]", ("c[]", "c[n]"))."""
     options = [(g,) if isinstance(g, str) else g for g in groups]
     return " | ".join(" ".join(choice) for choice in product(*options))
 
 
 def per_rank(*templates: str, ranks: tuple[int, ...] = (1, 2, 3)) -> str:
-    """Templates for tensors of one to three spatial dimensions: "x[n,c{h}] w[m,c{k}] b[m{1}]".
+    """A template for tensors with one, two or three spatial dimensions: "x[n,c{h}] w[m,c{k}] b[m{1}]".
 
     {h} becomes named dimensions (",h0,h1"), and so does any other letter; {1} becomes ones.
     """

@@ -1,4 +1,4 @@
-"""Rules for products with one weight: steps of an unrolled recurrence, towers that share weights."""
+"""Rules for several products with one weight: the steps of an unrolled recurrence, or towers that share weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, common
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """How several products become one.
+    """Describes how several products become one.
 
-    The products have operator `op` and `attrs`. Their inputs are joined along `axis`; `sizes` are their sizes along it
-    (None: all have the same unknown size). `source_axis` is None if a Concat joins them. Otherwise they are positions
-    `indices` of one tensor along that axis, which they keep (`keeps_axis`) or drop.
+    The products have operator `op` and `attrs`. Their inputs are joined along `axis`; `sizes` are the inputs' sizes
+    along it (None: all have the same unknown size). `source_axis` is None if a Concat joins the inputs. Otherwise the
+    inputs are the positions `indices` of one tensor along that axis; `keeps_axis` says whether they still have the
+    axis.
     """
 
     op: str
@@ -32,16 +33,16 @@ class _Stack:
     keeps_axis: bool = True
 
 
-# The most parts of one tensor that are followed, and the most readers of each.
+# How many parts of one tensor are followed at most, and how many readers of each part.
 _FEW_PARTS, _FEW_READERS = 8, 16
 
 
 class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
     """x0@w, x1@w, ..., xn@w -> split([x0; x1; ...; xn] @ w), also for Gemm with one bias.
 
-    The inputs must not depend on the products: they come from one tensor by operators that only move data (the
-    steps of a sequence), or from inputs of the graph. If all are positions of one tensor along one axis, they are
-    taken from it at once, and it is not cut at all where they are the whole of it.
+    The inputs must not depend on the products: they come from one tensor by operators that only move data (the steps of
+    a sequence), or from inputs of the graph. If all inputs are positions of one tensor along one axis, one cut takes
+    all of them; if they are the whole tensor, nothing is cut.
     """
 
     may_lose_errors = ("sizes",)
@@ -98,7 +99,8 @@ class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
             return None
         own = _origin(reader, node.inputs[0])
         candidates = _products(reader, node, own)
-        # The node with the smallest id finds the group. The others depend only on it, not on each other.
+        # Only the node with the smallest id finds the group. The search from another node records only that it depends
+        # on this one.
         unrecorded = Reader(reader.graph)
         for sibling in reader.graph.users(weight) if candidates is None else candidates:
             if sibling.id >= node.id:
@@ -132,7 +134,7 @@ class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
         product = op[stack.op](rows, weight, *inputs[:biases], attrs=stack.attrs)
         if stack.sizes is not None:
             return op.Split(product, axis=stack.axis, sizes=stack.sizes)
-        # The Split has sizes, not a number of parts, with which ONNX Runtime could not split an empty batch.
+        # The Split gets sizes. With a number of parts instead, ONNX Runtime could not split an empty batch.
         at = stack.axis if stack.source_axis is None or stack.axis < stack.source_axis else stack.axis + 1
         sizes = op.Expand(op.Shape(inputs[biases], start=at, end=at + 1), [stack.count])
         return op.Split(product, sizes, axis=stack.axis, outputs=stack.count)
@@ -147,16 +149,16 @@ def _multiplies(reader: Reader, node: Node) -> bool:
 
 
 def _products(reader: Reader, node: Node, origin: Value) -> list[Node] | None:
-    """The readers of a node's weight that may have an input of this origin, in the order of their ids.
+    """The readers of a node's weight whose input may have this origin, in the order of their ids.
 
-    None if the origin has too many parts to tell.
+    None if the origin has too many parts to find out.
     """
     if origin == ABSENT:
         return None
     graph = reader.graph
     products: dict[Value, Node] = {}
     parts = [origin]
-    for part in parts:  # it grows
+    for part in parts:  # the list grows during the loop
         readers = graph.uses.get(part, ())
         if len(parts) > _FEW_PARTS or len(readers) > _FEW_READERS:
             return None
@@ -173,13 +175,15 @@ def _products(reader: Reader, node: Node, origin: Value) -> list[Node] | None:
 
 
 def _alike(reader: Reader, other: Node, node: Node) -> bool:
-    """Whether another node computes the same product as `node`, of another input."""
+    """Whether another node computes the same product as `node`, for another input."""
     same = other.op == node.op and other.inputs[1:] == node.inputs[1:] and other.attrs == node.attrs
     return same and other.inputs[0] != node.inputs[1] and _multiplies(reader, other)
 
 
 def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack, tuple[Value, ...]]:
-    """The products in the order of their joined inputs, how these are joined, and the values they are cut from."""
+    """The products in the order of their joined inputs, how the inputs are joined, and the values from which they are
+    cut.
+    """
     pieces = [piece(reader, n.inputs[0]) for n in group]
     known_pieces = [p for p in pieces if p is not None]
     if len(known_pieces) == len(group) and len({(p.source, p.axis, p.keeps_axis) for p in known_pieces}) == 1:
@@ -188,7 +192,7 @@ def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack,
         stack = (_stack_keeping_axis if parts[0].keeps_axis else _stack_dropping_axis)(reader, ordered, parts)
         if stack is not None:
             return ordered, stack, (parts[0].source,)
-    # Sorted by input, so that the products with another weight join the same rows.
+    # Sorted by input, so that products with another weight join the same rows in the same order.
     ordered = sorted(group, key=lambda n: n.inputs[0])
     shapes = [reader.val(n.inputs[0]).shape for n in ordered]
     rank = len(shapes[0])
@@ -212,7 +216,9 @@ def _sizes(shapes: Sequence[tuple[Dim, ...]], axis: int) -> tuple[int, ...] | No
 
 
 def _stack_keeping_axis(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Stack | None:
-    """Inputs x[..., a:b, ...], x[..., b:c, ...], which are adjacent in x if there are no gaps."""
+    """How to join inputs x[..., a:b, ...] and x[..., b:c, ...], which are adjacent in x if there are no gaps; else
+    None.
+    """
     axis, rank = parts[0].axis, reader.val(parts[0].source).rank
     if axis > rank - 2 or any(p.start + p.length != q.start for p, q in pairwise(parts)):
         return None
@@ -222,7 +228,9 @@ def _stack_keeping_axis(reader: Reader, group: Sequence[Node], parts: Sequence[P
 
 
 def _stack_dropping_axis(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Stack | None:
-    """Inputs x[:, t, ...] without the axis of t, which is merged into the first axis."""
+    """How to join inputs x[:, t, ...] that lack the axis of t: it is merged into the first axis; None if they are
+    others.
+    """
     source = reader.type(parts[0].source).shape
     axis = parts[0].axis
     shapes = [reader.val(n.inputs[0]).shape for n in group]
@@ -239,7 +247,7 @@ def _stack_dropping_axis(reader: Reader, group: Sequence[Node], parts: Sequence[
 
 
 def _rows(op: Op, stack: _Stack, values: Sequence[Val]) -> Any:
-    """All inputs, joined."""
+    """The tensor in which all inputs are joined."""
     if stack.source_axis is None:
         return op.Concat(*values, axis=stack.axis)
     (source,) = values

@@ -1,7 +1,8 @@
 """Rules that move Slice and Gather up through operators, towards the inputs, so that less is computed.
 
-A classifier reads one row of the last layer, a decoder the last time step, a crop the middle of an image. A cut before
-an operator, instead of after it, makes the operator smaller, and then the operators above it.
+A *cut* takes some positions of a tensor: a classifier reads one row of the last layer, a decoder the last time step, a
+crop the middle of an image. If a cut moves from after an operator to before it, the operator computes less; so do the
+operators above it when the cut moves on.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
 from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, SOFTMAX, UNARY
 from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, profitable, require
 
-# Larger than any dimension.
+# An end larger than any dimension.
 _END = 2**63 - 1
-# Stands for the size of a cut dimension if that size is not known.
+# Stands for the size of a cut dimension if this size is not known.
 _LEFT = "what is left"
 
 
@@ -47,7 +48,7 @@ _LEFT = "what is left"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Positions along an axis: from start to stop by step, as in Slice, or the `listed` ones."""
+    """Positions along an axis: from `start` to `stop` by `step`, as in a Slice, or the `listed` positions."""
 
     start: int = 0
     stop: int = 0
@@ -60,7 +61,7 @@ class Span:
         return self.listed is None and self.step == 1 and 0 <= self.start < self.stop
 
     def length(self, size: Dim) -> int | None:
-        """The number of these positions in an axis of this size; None if it is not known."""
+        """How many of these positions an axis of this size has; None if that is not known."""
         if self.listed is not None:
             return len(self.listed)
         if not isinstance(size, int):
@@ -80,7 +81,7 @@ AxisSpan = tuple[int, Span]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A Slice, Gather or Split by constants, and the positions that it takes from its input.
+    """A Slice, Gather or Split with constant numbers, and the positions that it takes from its input.
 
     `dropped` is the axis that a Gather of one number removes. `sizes` are the sizes of a Split's parts from the first
     to the last part that is read; `outputs` are the parts that are read.
@@ -98,7 +99,7 @@ _CUTS = ("Slice", "Gather", "Split")
 
 
 def find_cut(reader: Reader, node: Node) -> Cut | None:
-    """A Slice, Gather or Split as a Cut; None if it takes everything or nothing. Refuses numbers that are not known."""
+    """A Slice, Gather or Split as a Cut; None if it takes all positions or none. Refuses unknown numbers."""
     shape = reader.type(node.inputs[0]).shape
     if not shape:
         return None
@@ -130,7 +131,7 @@ def find_cut(reader: Reader, node: Node) -> Cut | None:
 def _of_indices(numbers: Sequence[int], size: Dim) -> Span | None:
     """The positions that a Gather takes; None if they are all positions, or out of range.
 
-    They stay listed for an axis of unknown size: a Slice could yield fewer positions, a Gather cannot.
+    For an axis of unknown size they stay a list: a Slice might yield fewer positions, a Gather does not.
     """
     if isinstance(size, int):
         numbers = [i + size if i < 0 else i for i in numbers]
@@ -143,7 +144,7 @@ def _of_indices(numbers: Sequence[int], size: Dim) -> Span | None:
 
 
 def _find_split(reader: Reader, node: Node, shape: Sequence[Dim]) -> Cut | None:
-    """A Split as a cut: the run of parts from the first to the last one that is read."""
+    """A Split as a cut: it takes the run of parts from the first to the last part that is read."""
     read_parts = [k for k, v in enumerate(node.outputs) if reader.count_users(v) or reader.is_output(v)]
     if not read_parts or (read_parts[0] == 0 and read_parts[-1] == len(node.outputs) - 1):
         return None
@@ -157,7 +158,9 @@ def _find_split(reader: Reader, node: Node, shape: Sequence[Dim]) -> Cut | None:
 
 
 def _find_cuts(reader: Reader, node: Node) -> list[Cut] | None:
-    """The cuts that read a node's input, if all its readers are cuts and the node is the first of them."""
+    """The cuts that read a node's input, if all readers of this input are cuts and the node is the first of them; else
+    None.
+    """
     value = node.inputs[0]
     own = find_cut(reader, node)
     if own is None:
@@ -174,7 +177,7 @@ def _find_cuts(reader: Reader, node: Node) -> list[Cut] | None:
 
 
 def _together(cuts: Sequence[Cut], shape: Sequence[Dim]) -> tuple[AxisSpan, ...]:
-    """The smallest run that contains the positions of all cuts, along each axis that every cut shortens."""
+    """For each axis that every cut shortens, the smallest run of positions that contains the positions of all cuts."""
     out = []
     for axis in sorted(set.intersection(*({a for a, _ in c.spans} for c in cuts))):
         spans = [dict(c.spans)[axis] for c in cuts]
@@ -198,7 +201,7 @@ def _within(span: Span, hull: Span) -> Span | None:
 
 
 def take(op: Op, x: Val, spans: Sequence[AxisSpan]) -> Any:
-    """Take positions of x: by a Gather for each axis with listed positions, and one Slice for all others."""
+    """Take positions of x: by one Gather for each axis with listed positions, and by one Slice for all other axes."""
     for axis, span in spans:
         if span.listed is not None:
             x = op.Gather(x, list(span.listed), axis=axis)
@@ -217,7 +220,7 @@ def take(op: Op, x: Val, spans: Sequence[AxisSpan]) -> Any:
 
 
 def _size_before(dims: Sequence[Dim]) -> tuple[int, Counter[str]] | None:
-    """A product of dimensions as a number and counted symbols; None if a dimension is not known."""
+    """A product of dimensions, as a number and counted symbols; None if a dimension is not known."""
     number, names = 1, Counter[str]()
     for dim in dims:
         if dim is None:
@@ -230,7 +233,9 @@ def _size_before(dims: Sequence[Dim]) -> tuple[int, Counter[str]] | None:
 
 
 def _through_view(before: Sequence[Dim], after: Sequence[Dim], axis: int) -> int:
-    """The axis before a reshape that becomes `axis` after it. Refuses if no dimension becomes that axis whole."""
+    """The dimension before a reshape that is dimension `axis` after it. Refuses if no dimension stays whole as this
+    one.
+    """
     own = _size_before(after[:axis])
     profitable(own is not None and after[axis] is not None, "a dimension is not known")
     profitable(after[axis] != 1, "there is only one position")
@@ -242,7 +247,9 @@ def _through_view(before: Sequence[Dim], after: Sequence[Dim], axis: int) -> int
 
 @dataclass(frozen=True, slots=True)
 class _Finish:
-    """The rest of one cut after the common run: positions within the run, an axis to drop, parts to split into."""
+    """What remains of one cut after the common run was taken: positions within the run, an axis to drop, parts to split
+    into.
+    """
 
     spans: tuple[AxisSpan, ...]
     dropped: int | None
@@ -271,7 +278,7 @@ class _Finish:
 
 
 def _cut_dims(shape: Sequence[Dim], spans: Sequence[AxisSpan]) -> tuple[Dim, ...]:
-    """A shape after a cut, with _LEFT for a size that is not known (at most one)."""
+    """A shape after a cut, with _LEFT for a size that is not known (there is at most one)."""
     out = list(shape)
     for axis, span in spans:
         length = span.length(shape[axis])
@@ -282,13 +289,15 @@ def _cut_dims(shape: Sequence[Dim], spans: Sequence[AxisSpan]) -> tuple[Dim, ...
 
 # The rules
 
-# Why no test finds that ONNX Runtime lacks kernels for empty tensors.
+# The reason why mutants that cut everything away pass: no test runs ONNX Runtime on empty tensors.
 _NOTHING = "the runtime is not asked to compute empty tensors: some of its kernels crash"
 
 
 @dataclass(frozen=True, slots=True)
 class InputCuts:
-    """How a cut passes an operator: the span to take of each of its first inputs (None: all), and what else changes."""
+    """How a cut passes an operator: the positions to take of each of its first inputs (None: all), and further
+    changes.
+    """
 
     inputs: tuple[AxisSpan | None, ...]
     extra: Any = None
@@ -300,17 +309,17 @@ class _Plan:
     attrs: Attrs
     inputs: tuple[tuple[AxisSpan, ...], ...]
     extra: tuple[tuple[int, Any], ...]  # by axis of the operator's result
-    shape: tuple[int, ...] | None  # of a Reshape that follows
+    shape: tuple[int, ...] | None  # the shape of a Reshape that follows
     cuts: tuple[_Finish, ...]
 
 
 class _PushSlice(RegionRule, family="demand"):
     """A rule that moves a cut from after an operator to before it.
 
-    A cut is a Slice, a Gather by constants, or a Split with parts that nobody reads. A reshape may stand between cut
-    and operator, as long as the cut dimension stays whole. If only cuts read the operator's result, one cut before the
-    operator takes the run that contains the positions of all. Axes along which a cut does not pass are cut after the
-    operator.
+    A cut is a Slice, a Gather by constants, or a Split with parts that nobody reads. A reshape may stand between the
+    operator and the cut, as long as the cut dimension stays whole. If only cuts read the operator's result, one cut
+    before the operator takes the run of positions that contains those of all cuts. Axes along which a cut cannot pass
+    are cut after the operator.
     """
 
     anchors = _CUTS
@@ -319,7 +328,9 @@ class _PushSlice(RegionRule, family="demand"):
     needs_some: ClassVar[frozenset[str]] = frozenset()
 
     def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
-        """How a cut of a node's result passes the node; the default follows the node's axes. Refuses by `require`."""
+        """How a cut of a node's result passes the node. By default it follows the axes of the node. Refuses by
+        `require`.
+        """
         return _same(span, *_axes_read(reader, node, axis))
 
     def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
@@ -393,17 +404,21 @@ class _PushSlice(RegionRule, family="demand"):
 
 
 def _above(*operators: str) -> tuple[frozenset[str], tuple[str, ...]]:
-    """The operators that a rule looks for above a cut: its own, or a reshape of their results."""
+    """The operators that a rule looks for above a cut: its own operators, or a reshape of their results."""
     return frozenset(operators), tuple(dict.fromkeys((*operators, *VIEWS)))
 
 
 def _same(span: Span, *axes: int | None) -> InputCuts:
-    """The cuts of inputs that take the same positions of each, along one axis of each (None: not cut)."""
+    """How a cut passes if the same positions of each input are taken, along the given axis of each input (None: not
+    cut).
+    """
     return InputCuts(tuple(None if a is None else (a, span) for a in axes))
 
 
 def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> list[int | None]:
-    """The axis of each operand that broadcasting aligns with `axis` of the common shape; None: it is repeated."""
+    """For each operand, the axis that broadcasting aligns with `axis` of the common shape; None if the operand is
+    repeated.
+    """
     axes: list[int | None] = []
     dims: list[Dim] = []
     for v in values:
@@ -419,7 +434,9 @@ def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> l
 
 
 def _repeated(reader: Reader, operand: Value, axis: int, rank: int, size: Dim) -> int | None:
-    """The axis of an operand that aligns with `axis` of `rank`; None if all `size` positions share its values."""
+    """The axis of an operand that aligns with `axis` of `rank`; None if the operand is repeated along this axis.
+    `size`: the number of positions.
+    """
     shape = () if operand == ABSENT else reader.val(operand).shape
     at = axis - (rank - len(shape))
     if at < 0 or shape[at] == 1:
@@ -430,7 +447,9 @@ def _repeated(reader: Reader, operand: Value, axis: int, rank: int, size: Dim) -
 
 
 def _axes_read(reader: Reader, node: Node, axis: int) -> list[int | None]:
-    """The axis of each input that becomes `axis` of a node's result (None: none). Refuses if its positions interact."""
+    """For each input, the axis that becomes `axis` of a node's result (None: none). Refuses an axis whose positions
+    interact.
+    """
     axes, own = AXES[node.op], own_axes(reader, node)
     if keeps_axes(node):
         together = axis >= own[0] if axes.onwards else axis in own
@@ -443,7 +462,7 @@ def _axes_read(reader: Reader, node: Node, axis: int) -> list[int | None]:
 
 
 class _PushSliceThroughParts(_PushSlice):
-    """A rule for several operators, each of which has a rule of its own (`_part`)."""
+    """A rule for several operators, each of which has a rule object of its own (`_part`)."""
 
     parts: ClassVar[tuple[_PushSlice, ...]] = ()
 
@@ -597,7 +616,7 @@ class PushSliceIntoGemm(_PushSlice):
 class PushSliceIntoAttention(_PushSlice):
     """slice(attention(q, k, v, mask)) -> attention(slice(q), k, v, slice(mask))  for rows that are not causal.
 
-    Along batch and heads all inputs are cut; along the features of the result only the values.
+    For a cut along batch or heads all inputs are cut; for a cut along the features of the result only the values are.
     """
 
     may_lose_errors = ("sizes",)
@@ -761,7 +780,8 @@ class _ThroughExpand(_PushSlice):
 class PushSliceThroughMovement(_PushSliceThroughParts):
     """slice(concat(x, y)) -> concat(slice(x), slice(y)),  slice(gather(x, i)) -> gather(x, slice(i)).
 
-    Along dimensions that do not come from the indices, the data of a Gather are cut. An Expand makes fewer positions.
+    For a cut along dimensions that do not come from the indices, the data of a Gather are cut. An Expand creates fewer
+    positions.
     """
 
     may_lose_errors = ("sizes", "indices")
@@ -812,7 +832,9 @@ class _Windows:
         return _Windows(sizes, tuple(kernel), strides, dilations, tuple(pads))
 
     def reads(self, i: int, span: Span) -> tuple[Span, tuple[int, int]]:
-        """The input positions that some positions of the result read along spatial axis i, and their padding."""
+        """The positions of the input that given positions of the result read along spatial axis i, and the padding of
+        these.
+        """
         size = self.sizes[i]
         require(span.is_run and isinstance(size, int), "where the windows lie is not known")
         size = int(size or 0)
@@ -835,7 +857,7 @@ class _PushCrop(_PushSlice):
 
     @staticmethod
     def pads(plan: _Plan) -> list[int] | None:
-        """All pads, with new ones for the axes that were cut; None if no spatial axis was cut."""
+        """All pads of the operator, with new ones for axes that were cut; None if no spatial axis was cut."""
         spatial = [(at - 2, extra) for at, extra in plan.extra if at >= 2]
         if not spatial:
             return None
@@ -848,7 +870,7 @@ class _PushCrop(_PushSlice):
 class _ThroughConv(_PushCrop):
     """slice(conv(x, w, b)) -> conv(slice(x), w, b)  with the margin that its windows read, and less padding.
 
-    Along the result's channels, the weights are cut, and for a grouped convolution the groups of x.
+    For a cut along the result's channels, the weights are cut, and for a grouped convolution also the groups of x.
     """
 
     operators, reads_from = _above("Conv")
@@ -939,8 +961,8 @@ class _ThroughPad(_PushSlice):
 class PushSliceThroughWindows(_PushSliceThroughParts):
     """slice(conv(x, w, b)) -> conv(slice(x), w, b)  with the margin that the windows read, and less padding.
 
-    Pools and Pad alike. Along the channels of a convolution's result, its weights are cut, and for a grouped
-    convolution the groups of x.
+    Pools and Pad are handled in the same way. For a cut along the channels of a convolution's result, its weights are
+    cut, and for a grouped convolution also the groups of x.
     """
 
     may_lose_errors = ("sizes",)
@@ -1086,7 +1108,7 @@ class ReplaceLastStepByFinalState(RegionRule, family="demand"):
         backwards = inner.attrs.get("direction") == "reverse"
         if isinstance(steps, int):
             expected = Span(0, 1) if backwards else Span(steps - 1, steps)
-        else:  # for a sequence without steps, a Slice is empty and a Gather fails
+        else:  # for a sequence without steps, a Slice gives an empty result and a Gather fails
             expected = Span(listed=(0 if backwards else -1,))
         require(span == expected, "it is not the step that the final state is of")
         profitable(read_once(reader, node.inputs[0]), "other steps are read")
@@ -1099,16 +1121,18 @@ class ReplaceLastStepByFinalState(RegionRule, family="demand"):
         return state if dropped is not None else op.Unsqueeze(state, [0])
 
 
-# Keys and values of few queries
+# Keys and values if there are few queries
 
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """heads(x @ w + b): x[n,s,c], w[c,h*d] and b[h*d] constant, cut into h heads of d features and transposed."""
+    """The value heads(x @ w + b): x[n,s,c], w[c,h*d] and b[h*d] constant, cut into h heads of d features and
+    transposed.
+    """
 
     x: Value
     weight: Value
-    bias: Value  # ABSENT: none
+    bias: Value  # ABSENT: no bias
     heads: int
     depth: int
     channels: int
@@ -1116,7 +1140,9 @@ class _Projection:
 
 
 def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Projection | None:
-    """A value as a linear layer, cut into heads and transposed by `perm`, whose inner values have no other readers."""
+    """A value as a linear layer that is cut into heads and transposed by `perm`, and whose inner values have no other
+    readers; None if it is something else.
+    """
     nodes: list[Node] = []
 
     def producer(v: Value, *operators: str) -> Node | None:
@@ -1158,11 +1184,11 @@ def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Pr
 
 
 def _query_count(reader: Reader, queries: Value, projection: _Projection) -> int:
-    """The number of queries. Refuses so many that multiplying them by x costs more."""
+    """The number of queries. Refuses if there are so many that multiplying them by x costs more."""
     dims = reader.val(queries)
     require(dims.rank == 4, "there are no heads")
     rows = dims.size(2)
-    if rows != 1:  # all queries form one matrix, which cannot broadcast
+    if rows != 1:  # all queries become one matrix, which cannot broadcast
         require(dims.shape[1] == projection.heads, "the heads are other ones")
         require(same_dims(dims.shape[:1], reader.val(projection.x).shape[:1]), "the batches differ")
     depth, channels = projection.depth, projection.channels
@@ -1172,9 +1198,9 @@ def _query_count(reader: Reader, queries: Value, projection: _Projection) -> int
 
 @dataclass(frozen=True, slots=True)
 class _Detour:
-    """The sizes of a product with x, and its reshapes: `flat` puts all queries in one matrix, `apart` undoes it.
+    """The sizes of a product with x, and its reshapes: `flat` puts all queries in one matrix, `apart` undoes this.
 
-    A single query needs no reshapes (None), so batch and length may be unknown.
+    A single query needs no reshapes (None), so batch and length may then be unknown.
     """
 
     heads: int
@@ -1185,7 +1211,9 @@ class _Detour:
 
     @staticmethod
     def of(projection: _Projection, rows: int, before: Sequence[Dim], after: Sequence[Dim]) -> _Detour:
-        """`before` and `after`: the dimensions [n,h,r,...] of the operand that becomes a matrix, and of the result."""
+        """`before` and `after` are the dimensions [n,h,r,...] of the operand that becomes a matrix, and of the
+        result.
+        """
         flat = apart = None
         if rows != 1:
             wide = projection.heads * rows
@@ -1201,7 +1229,7 @@ class _Detour:
 
 
 def _key_detour(reader: Reader, q: Value, projection: _Projection) -> _Detour:
-    """The detour that computes the scores of queries q[n,h,r,d]. Refuses if it does not pay."""
+    """The sizes and reshapes for the scores of queries q[n,h,r,d]. Refuses if the left side is not more expensive."""
     rows = _query_count(reader, q, projection)
     batch, length = reader.val(projection.x).shape[:2]
     lead = (batch, projection.heads, rows)
@@ -1209,10 +1237,10 @@ def _key_detour(reader: Reader, q: Value, projection: _Projection) -> _Detour:
 
 
 def _scores(op: Op, detour: _Detour, q: Val, x: Val, w: Val, b: Val | None) -> Any:
-    """(q @ w_h^T) @ x^T + q @ b_h^T."""
+    """The scores (q @ w_h^T) @ x^T + q @ b_h^T."""
     weights = op.Transpose(op.Reshape(w, [detour.channels, detour.heads, detour.depth]), perm=[1, 2, 0])
     rows = detour.flatten(op, op.MatMul(q, weights))
-    # Transposed twice, since the rows are few and x is large.
+    # The product is computed transposed, and transposed back, since the rows are few and x is large.
     scores = op.Transpose(op.MatMul(x, op.Transpose(rows, perm=[0, 2, 1])), perm=[0, 2, 1])
     scores = detour.part(op, scores)
     return (
@@ -1221,13 +1249,13 @@ def _scores(op: Op, detour: _Detour, q: Val, x: Val, w: Val, b: Val | None) -> A
 
 
 def _value_detour(batch: Dim, rows: int, length: Dim, projection: _Projection) -> _Detour:
-    """The detour that weights the values by p[n,h,r,s]."""
+    """The sizes and reshapes for the products of the weights p[n,h,r,s] with the values."""
     lead = (batch, projection.heads, rows)
     return _Detour.of(projection, rows, (*lead, length), (*lead, projection.channels))
 
 
 def _weighted(op: Op, detour: _Detour, p: Val, x: Val, w: Val, b: Val | None) -> Any:
-    """(p @ x) @ w_h + sum(p) * b_h."""
+    """The result (p @ x) @ w_h + sum(p) * b_h."""
     weights = op.Transpose(op.Reshape(w, [detour.channels, detour.heads, detour.depth]), perm=[1, 0, 2])
     y = op.MatMul(detour.part(op, op.MatMul(detour.flatten(op, p), x)), weights)
     if b is None:
@@ -1313,14 +1341,15 @@ class PushValueWeightsBehindScores(RegionRule, family="demand"):
 class PushWeightsOutOfAttention(RegionRule, family="demand"):
     """attention(q, heads(x @ v + a), heads(z @ w + b), m) -> (softmax(s + m) @ z) @ w_h + b_h  for few queries.
 
-    Here s = scale * (q @ v_h^T) @ x^T, since q @ a_h^T is the same for all keys: neither keys nor values are computed.
+    Here s = scale * (q @ v_h^T) @ x^T. The term q @ a_h^T is left out, because it is the same for all keys. Neither
+    keys nor values are computed.
     """
 
     may_lose_errors = ("sizes",)
     proof = "numeric"
     relies_on = "a softmax is that of its input and any number; the scale of Attention, rounded to float32"
-    # Attention gives zeros for a row that -inf masks completely. If a number of x is infinite, the order of the sums
-    # decides whether a score is NaN, or -inf, which the softmax masks.
+    # Attention gives zeros for a row that -inf masks completely. If a number of x is infinite, it depends on the order
+    # of the sums whether a score is NaN, or -inf, which the softmax masks.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     dtypes = FLOATS
@@ -1348,7 +1377,7 @@ class PushWeightsOutOfAttention(RegionRule, family="demand"):
         examples[0]
         .replace("float[1,1,1,5] m", "float[1,2,3,6] m, float[1,2,3,6] n")
         .replace("(q, t, g, m)", "(q, t, g, , m, n)"),
-        # Of two sequences, the rows of heads do not broadcast.
+        # With two sequences, the rows of the heads do not broadcast.
         examples[0].replace("float[1,2,1,6]", "float[2,2,1,6]").replace("float[1,5,4] x", "float[2,5,4] x"),
     )
 
@@ -1381,7 +1410,7 @@ class PushWeightsOutOfAttention(RegionRule, family="demand"):
     def target(self, op: Op, region: Region, *inputs: Any) -> Any:
         scale, first, second = region.data
         q, x, v, _, z, w, b, mask = inputs
-        # A term that all keys share does not change a softmax.
+        # A term that is the same for all keys does not change a softmax.
         scores = _scores(op, first, op.Mul(q, scale), x, v, None)
         if mask is not None:
             scores = op.Add(scores, mask)

@@ -16,15 +16,15 @@ from rewrite_rules.reshape import VIEWS, maker, makers
 from xrlflow.ir import Dim, Node, Value
 from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, profitable, require
 
-# How a value is cut out of another
+# How a value was cut out of another one
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A value that consists of `length` positions of `source` along `axis`, from `start` on.
 
-    `keeps_axis`: the value has the other dimensions of the source. If not, `length` is 1, and the value may have any
-    shape (without the axis, with other dimensions of 1). `nodes` are the nodes that cut it out.
+    `keeps_axis`: the value still has all dimensions of the source. Otherwise `length` is 1, and the value may lack the
+    axis or have further dimensions of 1. `nodes` are the nodes that cut it out.
     """
 
     source: Value
@@ -52,7 +52,7 @@ _CUTS = frozenset((*VIEWS, "Split", "Slice", "Gather"))
 
 
 def piece(reader: Reader, value: Value) -> Piece | None:
-    """How a value is cut out of one tensor; None if it is not, or if the numbers of the cut are not known."""
+    """The value as a piece of one tensor; None if it is none, or if the numbers of the cut are not known."""
     node = maker(reader, value, _CUTS)
     if node is None:
         return None
@@ -81,7 +81,7 @@ def piece(reader: Reader, value: Value) -> Piece | None:
                 return None
             return Piece(source, axis, numbers[0], len(numbers), index.array.ndim == 1, (node,))
         cuts = slice_numbers(reader, node, len(shape))
-    except Refused:  # not cut by constants
+    except Refused:  # the numbers of the cut are not constant
         return None
     if len(cuts) != 1 or cuts[0][3] != 1:
         return None
@@ -95,7 +95,7 @@ def piece(reader: Reader, value: Value) -> Piece | None:
 
 
 def _cut(op: Op, x: Val, axis: int, start: int, length: int) -> Any:
-    """`length` positions of x from `start` on; x itself if those are all."""
+    """`length` positions of x from `start` on; x itself if these are all of its positions."""
     if start == 0 and _size(x.type.shape, axis) == length:
         return x
     return op.Slice(x, [start], [start + length], [axis])
@@ -114,13 +114,14 @@ def _follows(first: Piece | None, second: Piece | None, axis: int) -> bool:
     return first.axis == axis and end == (second.source, second.axis, second.start)
 
 
-# Putting together what was cut
+# Joining pieces of one tensor again
 
 
 class MergeConcatOfPieces(RegionRule, family="slices"):
     """concat(x[a:b], x[b:c], ...) -> x[a:c], or x  when the pieces cover x.
 
-    The pieces may be outputs of a Split, Slices, or Gathers of consecutive constants, in one run or several.
+    The pieces may be outputs of a Split, of Slices, or of Gathers with consecutive constants. Several runs of adjacent
+    pieces may alternate with other inputs.
     """
 
     may_lose_errors = ("sizes",)
@@ -147,7 +148,7 @@ class MergeConcatOfPieces(RegionRule, family="slices"):
         if len(groups) == len(pieces_of):
             return None
         inputs: list[Value] = []
-        runs: list[tuple[int, int] | None] = []  # start and length, None: as it is
+        runs: list[tuple[int, int] | None] = []  # start and length; None: the input stays as it is
         nodes: list[Node] = [node]
         for ks in groups:
             pieces = [p for k in ks if (p := pieces_of[k]) is not None] if len(ks) > 1 else []
@@ -165,8 +166,8 @@ class MergeConcatOfPieces(RegionRule, family="slices"):
 class MergeStackOfPieces(RegionRule, family="slices"):
     """concat(x[t0], x[t1], ...) -> reshape(transpose(x))  when each part is one position of x along one axis.
 
-    Unrolled recurrent networks take their steps out of the input and put them together again. The other dimensions of
-    a position may be reshaped, as long as the Concat's axis falls between two of them.
+    Unrolled recurrent networks cut the input into its steps and later join these again. The other dimensions of a
+    position may be reshaped, as long as the Concat's axis lies between two of them.
     """
 
     may_lose_errors = ("sizes",)
@@ -313,11 +314,11 @@ class MergeConcats(RegionRule, family="slices"):
         return op.Concat(*inputs, axis=region.data)
 
 
-# Cutting what was put together
+# Cutting a concatenation
 
 
 def _cover(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """The parts that hold [start, stop) of their concatenation: (index of the part, start in it, length)."""
+    """The parts that hold positions [start, stop) of their concatenation: (index of the part, start in it, length)."""
     out = []
     at = 0
     for k, size in enumerate(sizes):
@@ -337,7 +338,7 @@ _ANOTHER = "it is put together along another axis, or a size is not known"
 
 
 def _concat_along(reader: Reader, value: Value, axis: int) -> tuple[Node, list[int]] | None:
-    """The Concat along an axis that makes a value, with the sizes of its parts."""
+    """The Concat along an axis that computes a value, with the sizes of its parts; else None."""
     node, rank = maker(reader, value, ("Concat",)), reader.type(value).rank
     if node is None or rank is None or axis_of(node, rank) != axis:
         return None
@@ -454,7 +455,7 @@ class ReplaceSplitBySlice(RegionRule, family="slices"):
 class MergePiecesIntoSplit(RegionRule, family="slices"):
     """x[a], x[b:c], ... -> split(x)  when Slices and Gathers of x along one axis take each position once.
 
-    The rule matches at the piece with the smallest id.
+    To match only once, the rule matches at the piece with the smallest id.
     """
 
     anchors = ("Slice", "Gather")
@@ -478,7 +479,7 @@ class MergePiecesIntoSplit(RegionRule, family="slices"):
             if cut is None or cut.axis != own.axis:
                 continue
             if not cuts and user is not node:
-                return None  # the rule matches at the first piece
+                return None  # the rule matches at the piece with the smallest id
             cuts.append((cut, user))
         require(len(cuts) > 1, "it is the only piece")
         size = required(_size(reader.type(source).shape, own.axis), "the size is not known")
@@ -507,7 +508,7 @@ class MergePiecesIntoSplit(RegionRule, family="slices"):
 
 
 class _PushIntoConcat(RegionRule, family="slices"):
-    """f(concat(x, y)) -> concat(f(x), f(y))  for f of one input; bounds do not count."""
+    """f(concat(x, y)) -> concat(f(x), f(y)) for f of one data input; the bounds of a Clip do not count as data."""
 
     reads_from = ("Concat",)
 
@@ -529,7 +530,7 @@ class _PushIntoConcat(RegionRule, family="slices"):
 
 
 class _PullOutOfConcat(RegionRule, family="slices"):
-    """concat(f(x), f(y)) -> f(concat(x, y))  for f of one input; bounds do not count."""
+    """concat(f(x), f(y)) -> f(concat(x, y)) for f of one data input; the bounds of a Clip do not count as data."""
 
     anchors = ("Concat",)
 
@@ -675,7 +676,7 @@ class PullUnaryOutOfSplit(RegionRule, family="slices"):
             return None
         function = unary_form(outer[0])
         require(all(unary_form(n) == function for n in outer), "the functions differ")
-        # Several parts cannot be the bound that all have in common.
+        # If a part of the Split is a bound (of a Clip), the functions have no common bound.
         require(outer[0].inputs[0] == node.outputs[0], "a part is a bound")
         outputs = tuple(n.outputs[0] for n in outer)
         data = (function[0], function[1], len(node.inputs), node.attrs, len(outputs))
@@ -689,7 +690,9 @@ class PullUnaryOutOfSplit(RegionRule, family="slices"):
 
 
 def readers_of_parts(reader: Reader, node: Node) -> list[Node]:
-    """The readers of a Split's outputs, if each output has one reader and all are of one operator; [] otherwise."""
+    """The readers of a Split's outputs, if each output has one reader and all readers have the same operator; otherwise
+    [].
+    """
     outer: list[Node] = []
     for v in node.outputs:
         users = reader.users(v)
@@ -704,9 +707,9 @@ def readers_of_parts(reader: Reader, node: Node) -> list[Node]:
 def _classify(
     reader: Reader, values: Sequence[Value], outs: Sequence[Sequence[Dim]], axis: int
 ) -> tuple[Value, ...] | None:
-    """The values of one operand of all parts' operators: one for each part, or a single value that all share.
+    """One operand of the operators of all parts: one value for each part, or a single value that all share.
 
-    None if they cannot be concatenated along the axis. `outs` are the shapes of the operators' results.
+    None if these values cannot be concatenated along the axis. `outs` are the shapes of the operators' results.
     """
     rank = len(outs[0])
     if len(set(values)) == 1:
@@ -734,7 +737,7 @@ def _same_function(nodes: Sequence[Node]) -> bool:
 class PullBinaryOutOfConcat(RegionRule, family="slices"):
     """concat(f(x, a), f(y, b)) -> f(concat(x, y), concat(a, b))  for f element by element.
 
-    An operand that all parts share, and that broadcasts along the axis, stays as it is.
+    If all parts share an operand that broadcasts along the axis, it is not concatenated.
     """
 
     anchors = ("Concat",)
@@ -773,7 +776,7 @@ class PullBinaryOutOfConcat(RegionRule, family="slices"):
 def _columns(
     reader: Reader, inner: Sequence[Node], outs: Sequence[Sequence[Dim]], axis: int
 ) -> list[tuple[Value, ...]]:
-    """The operands of all parts' operators, position by position. Refuses operands that cannot be concatenated."""
+    """The operands of the operators of all parts, by position. Refuses operands that cannot be concatenated."""
     columns = []
     for k in range(len(inner[0].inputs)):
         values = [n.inputs[k] for n in inner]
@@ -785,7 +788,7 @@ def _columns(
 
 
 def _together(op: Op, inputs: Sequence[Val], rank: int, axis: int, counts: Sequence[int]) -> list[Any]:
-    """Concatenate operands: `counts` says how many inputs make each operand. A single input broadcasts."""
+    """Concatenate operands: `counts` says how many of the inputs form each operand. A single input broadcasts."""
     out = []
     at = 0
     for count in counts:
@@ -798,7 +801,7 @@ def _together(op: Op, inputs: Sequence[Val], rank: int, axis: int, counts: Seque
 class PullBinaryOutOfSplit(RegionRule, family="slices"):
     """f(split(x), c), each part with a constant -> split(f(x, concat(c)))  for f element by element.
 
-    An operand that all parts share, and that broadcasts along the axis, need not be constant.
+    If all parts share an operand that broadcasts along the axis, it need not be constant.
     """
 
     may_lose_errors = ("sizes",)
@@ -854,7 +857,8 @@ class PullBinaryOutOfSplit(RegionRule, family="slices"):
 class PushBinaryIntoConcat(RegionRule, family="slices"):
     """f(concat(x, y), c) -> concat(f(x, c'), f(y, c"))  for f element by element.
 
-    The other operands broadcast along the axis, are constant (and sliced), or concatenations of the same sizes.
+    Each of the other operands broadcasts along the axis, is constant (and is sliced), or is a concatenation of parts of
+    the same sizes.
     """
 
     may_lose_errors = ("sizes",)

@@ -1,7 +1,7 @@
-"""Operators that ONNX Runtime's kernels compute slowly, by several that it computes fast.
+"""Rules that replace an operator that ONNX Runtime computes slowly by several that it computes fast.
 
-Measured prices of operators decide where that gains. Generated kernels have no such weakness: the rules are offered
-for ONNX Runtime alone.
+Where that gains is decided by measured costs of operators. Generated kernels do not have these weaknesses, so the rules
+are offered only for ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from xrlflow.ir import Dim, DType
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Rule, Val, accurate, profitable, require
 
-# Along an axis that is not the last, ONNX Runtime's ReduceSum adds in order: of 512 exponentials a softmax has 4 times
-# the error of one that adds in vectors.
+# Limit of the axis. Along an axis that is not the last, ONNX Runtime's ReduceSum adds one element after the other: with
+# 512 exponentials the error of a softmax is 4 times that of a softmax that adds in vectors.
 _IN_ORDER = 512
-# The longest axis that is summed by a row of ones, which the file holds.
+# The longest axis that is summed by a product with a row of ones, which the model's file has to hold.
 _LONGEST_ROW = 4096
 
 
@@ -44,15 +44,15 @@ class _Substitute(Rule, family="idioms"):
 class ReplaceSoftmaxByExp(_Substitute):
     """softmax(x) -> e / sum(e)  with e = exp(x - max(x)), over an axis that is not the last;  LogSoftmax alike.
 
-    ONNX Runtime's kernel works along the last axis, and transposes others before and after. Moving the axis in the
-    graph changes nothing: ONNX Runtime moves it back.
+    ONNX Runtime's kernel works along the last axis; for another axis it transposes the tensor before and after.
+    Transposing in the graph does not help: ONNX Runtime moves the transposes back.
     """
 
     proof = "numeric"
     relies_on = "log(exp(a) / b) = a - log(b)"
     nonempty = True
     may_add_nonfinite = (
-        True  # in double precision ONNX Runtime's LogSoftmax has numbers next to infinite elements
+        True  # in double precision, ONNX Runtime's LogSoftmax gives numbers in rows with infinite elements
     )
     dtypes = WIDE
     examples = graphs(
@@ -79,7 +79,7 @@ class ReplaceSoftmaxByExp(_Substitute):
 
 
 class _SubstituteReduce(_Substitute):
-    """A reduction along neighbouring axes before the last."""
+    """A rule for a reduction along neighbouring axes before the last."""
 
     shapes = "x[...]:float axes:const"
     dtypes = WIDE
@@ -101,7 +101,8 @@ class _SubstituteReduce(_Substitute):
 class ReplaceReduceByMatMul(_SubstituteReduce):
     """sum(x) -> [1 1 ... 1] @ x  along axes that are not the last, seen as one;  the mean alike, by a row of 1/n.
 
-    Products add in partial sums: their error is half that of ONNX Runtime's ReduceSum, which adds in order.
+    A matrix product adds partial sums, so its error is half that of ONNX Runtime's ReduceSum, which adds one element
+    after the other.
     """
 
     nonempty = True
@@ -139,7 +140,9 @@ class ReplaceReduceByMatMul(_SubstituteReduce):
 
 
 def _product(dims: tuple[Dim, ...]) -> Dim:
-    """The product of dimensions; one that is not a number by itself; None for several of which one is none."""
+    """The product of dimensions. A single dimension is returned as it is; None for several of which one is no
+    number.
+    """
     if len(dims) == 1:
         return dims[0]
     numbers = [d for d in dims if isinstance(d, int)]
@@ -147,7 +150,7 @@ def _product(dims: tuple[Dim, ...]) -> Dim:
 
 
 def _viewed(op: Op, x: Val, shape: tuple[Dim, ...]) -> Any:
-    """x in another shape of as many elements."""
+    """x in another shape with the same number of elements."""
     return x if x.shape == shape else op.Reshape(x, reshape_numbers(x.shape, shape))
 
 
@@ -156,7 +159,7 @@ class ReplaceReduceBySplit(_SubstituteReduce):
 
     proof = "numeric"
     relies_on = "the greatest and the least of several are those of all elements"
-    may_add_nonfinite = True  # ONNX Runtime's reductions pass over NaN that is not the first
+    may_add_nonfinite = True  # ONNX Runtime's reductions ignore a NaN that is not the first element
     most = 32
     examples = graphs(
         "(float[N,3,4] x) => (float[N,1,4] y) { y = ReduceMax(x, [1]) }",
@@ -189,7 +192,8 @@ class ReplaceReduceBySplit(_SubstituteReduce):
 class ReplaceSoftplusByLog(_Substitute):
     """softplus(x) -> relu(x) + (log(1 + e) + (e - ((1 + e) - 1)))  with e = exp(-|x|).
 
-    The last term is 0 but for rounding: it is the part of e that 1 + e loses, so that small results are as exact.
+    Without rounding the last term would be 0. It is the part of e that rounding 1 + e loses, and keeps small results
+    exact.
     """
 
     proof = "numeric"
@@ -212,7 +216,7 @@ class ReplaceSoftplusByLog(_Substitute):
 class ReplaceMishByExp(_Substitute):
     """mish(x) -> x * (n / (n + 2))  with n = e * (e + 2), e = exp(min(x, 20)).
 
-    Beyond 20 the quotient is rounded to 1. Nothing overflows.
+    For x beyond 20 the quotient is rounded to 1, so the minimum changes nothing. It prevents an overflow.
     """
 
     proof = "numeric"
@@ -232,7 +236,7 @@ class ReplaceMishByExp(_Substitute):
 
 
 def _exponential_less_one(op: Op, x: Any, alpha: float, scale: float = 1.0) -> Any:
-    """alpha * (exp(min(x, 0) * scale) - 1), as ONNX Runtime's kernels compute it of x below 0."""
+    """The value alpha * (exp(min(x, 0) * scale) - 1), which ONNX Runtime's kernels compute for x below 0."""
     low = op.Clip(x, -math.inf, 0.0)
     power = op.Sub(op.Exp(low if scale == 1 else op.Mul(low, scale)), 1)
     return power if alpha == 1 else op.Mul(power, alpha)
@@ -353,7 +357,7 @@ class ReplacePowByProducts(_Substitute):
 
 
 class _SubstituteResize(_Substitute):
-    """A Resize whose scales or sizes are constants."""
+    """A rule for a Resize whose scales or sizes are constants."""
 
     optional = ("roi", "scales", "sizes")
     shapes = "x[...] scales:const sizes:const"
@@ -363,7 +367,7 @@ class _SubstituteResize(_Substitute):
 
     @staticmethod
     def factors(m: Captures, x: Val, scales: Val | None, sizes: Val | None) -> dict[int, float]:
-        """The axes whose size or scale changes, and by how much."""
+        """By axis, the factor by which a Resize changes the size; only for axes whose size or scale changes."""
         require("keep_aspect_ratio_policy" not in m.r, "one axis sets the scale of others")
         axes = fronts(m.r["axes"], x.rank) if "axes" in m.r else tuple(range(x.rank))
         if scales is not None and scales.array.size:
@@ -379,8 +383,8 @@ class _SubstituteResize(_Substitute):
 class ReplaceNearestResize(_SubstituteResize):
     """resize(x) to the nearest pixel, enlarged a whole number of times -> the same by other coordinates.
 
-    Pixel i comes from pixel floor(i / s), whether whole numbers are centres of pixels or corners. For the latter ONNX
-    Runtime has kernels of their own.
+    Pixel i is a copy of pixel floor(i / s), whether coordinates refer to the centres or to the corners of pixels. For
+    corners ONNX Runtime has special kernels.
     """
 
     proof = "numeric"
@@ -417,20 +421,20 @@ class ReplaceNearestResize(_SubstituteResize):
         )  # fmt: skip
 
 
-# The most elements of a matrix of weights, which the file holds.
+# The most elements of a matrix of interpolation weights, which the model's file has to hold.
 _MOST_WEIGHTS = 1 << 18
 
 
 class ReplaceResizeByMatMul(_SubstituteResize):
     """resize(x) -> a @ x @ b  with the matrices of weights a = resize(1) along rows, b = resize(1) along columns.
 
-    Linear and cubic interpolation of the last two axes, or of one of them.
+    It handles linear and cubic interpolation along the last two axes, or one of them.
     """
 
     proof = "numeric"
     relies_on = "interpolation is linear in the pixels, one axis after the other"
     nonempty = True
-    may_add_nonfinite = True  # what is infinite is multiplied by weights of 0
+    may_add_nonfinite = True  # weights of 0 multiply infinite pixels
     examples = graphs(
         '(float[2,1,2,3] x) => (float[2,1,4,6] y) { y = Resize<mode="linear">(x, , [1.0, 1, 2, 2]) }',
         '(float[N,2,3,2] x) => (float[N,2,5,2] y) { y = Resize<mode="cubic", axes=[-2], antialias=1, '
@@ -455,7 +459,7 @@ class ReplaceResizeByMatMul(_SubstituteResize):
             require(axis >= x.rank - 2, "an axis is none of the last two")
             simple = factor >= 1 or m.r.get("antialias")
             require(simple, "pixels are left out, whose infinities would show")
-            # Runtimes differ on the scale of an image whose size is rounded.
+            # Runtimes compute the scale differently if the size of the result is rounded.
             size = x.size(axis) * factor
             profitable(math.isclose(size, round(size), rel_tol=1e-9), "the size is rounded")
             profitable(x.rank > 1 and x.size(axis) * size <= _MOST_WEIGHTS, "a matrix is too large")
@@ -473,13 +477,13 @@ class ReplaceResizeByMatMul(_SubstituteResize):
         return y
 
 
-# Pixels out of channels
+# Pixels from channels
 
 
 class SplitDepthToSpace(_Substitute):
     """depth_to_space(x) -> transpose(transpose(x)): columns first, in which pixels move, then rows, which move whole.
 
-    A single Transpose of six dimensions, as ONNX Runtime does it, moves pixel by pixel.
+    ONNX Runtime uses a single Transpose of six dimensions, which moves one pixel at a time.
     """
 
     dtypes = None
@@ -500,7 +504,8 @@ class SplitDepthToSpace(_Substitute):
         size, batch = m.size, x.shape[0]
         channels, height, width = (x.size(i) for i in (1, 2, 3))
         out = channels // size**2
-        # Channels are (rows of a block, its columns, channels), or with CRD (channels, rows, columns).
+        # The channels are ordered as (row in the block, column in the block, channel), with CRD as (channel, row,
+        # column).
         crd = m.mode == "CRD"
         columns = (out * size, size, height * width) if crd else (size, size, out * height * width)
         pixels = op.Transpose(_viewed(op, x, (batch, *columns)), perm=[0, 1, 3, 2])
@@ -515,9 +520,10 @@ class SplitDepthToSpace(_Substitute):
 class ReplaceNarrowConvByConvTranspose(_Substitute):
     """conv(x, w, b) -> convtranspose(x, w', b)  with w' = w, its channels exchanged and its taps reversed; no strides.
 
-    Its padding is what the kernel's reach leaves of the other. ONNX Runtime copies an image as often as the kernel has
-    taps, and then multiplies; of a transposed convolution it multiplies first, and then moves the results, which are
-    less for few output channels.
+    The padding of the transposed convolution is the kernel's size less 1 (times the dilation), minus the padding of the
+    convolution. For a convolution ONNX Runtime copies the image once for each tap of the kernel, and then multiplies.
+    For a transposed convolution it multiplies first, and then moves the results, which are fewer elements if there are
+    few output channels.
     """
 
     nonempty = True

@@ -1,4 +1,4 @@
-"""Transposes: cancelled, merged, moved to where they cancel."""
+"""Rules for transposes: they cancel them, merge them, or move them to where they cancel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _TwoTransposes(Rule, family="transpose"):
         return op.Transpose(op.Transpose(x, perm="p"), perm="q")
 
     def both(self, m: Captures, x: Val) -> tuple[int, ...]:
-        """The composition of both permutations."""
+        """The composition of the two permutations."""
         return compose(permutation(m.p, x.rank), permutation(m.q, x.rank))
 
 
@@ -99,9 +99,10 @@ class ReplaceTransposeByReshape(Rule, family="transpose"):
 
 @dataclass(frozen=True, slots=True)
 class _TransposedOperator:
-    """An operator on the other side of a Transpose, where its own axes (see `Axes`) are `own`.
+    """An operator on the other side of a Transpose. There its own axes (along which it combines positions, see `Axes`)
+    are `own`.
 
-    `before`: the permutation of each data input (None: not transposed); `after`: that of the results.
+    `before`: the permutation of each data input (None: not transposed); `after`: the permutation of the results.
     """
 
     op: str
@@ -121,7 +122,9 @@ class _TransposedOperator:
 
 
 def _aligned(op: Op, v: Val, perm: Sequence[int]) -> Any:
-    """An operand that broadcasts, transposed: with the dimensions of 1 that broadcasting would put in front."""
+    """An operand that broadcasts, transposed. It first gets the dimensions of 1 that broadcasting would add in
+    front.
+    """
     rank = v.type.rank
     if rank == 0:
         return v
@@ -132,7 +135,9 @@ def _aligned(op: Op, v: Val, perm: Sequence[int]) -> Any:
 
 
 def _own(reader: Reader, node: Node, perm: Sequence[int]) -> tuple[int, ...]:
-    """A node's own axes on the other side of a Transpose: perm[a] for each axis a, sorted."""
+    """The axes along which a node combines positions, on the other side of a Transpose: perm[a] for each axis a,
+    sorted.
+    """
     if AXES[node.op].own == "axes":
         profitable(ints_input(reader, node, 1), "it reduces everything, or nothing")
     return tuple(sorted(perm[a] for a in own_axes(reader, node)))
@@ -150,7 +155,7 @@ def _transposed(reader: Reader, value: Value) -> bool:
 
 
 class _PushTranspose(RegionRule, family="transpose"):
-    """A rule that leaves an operator on the other side of a Transpose."""
+    """A rule that moves a Transpose from one side of an operator to the other."""
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         transposed: _TransposedOperator = region.data
@@ -158,7 +163,9 @@ class _PushTranspose(RegionRule, family="transpose"):
 
 
 class _PushDown(_PushTranspose):
-    """f(transpose(x), ...) -> transpose(f(x, ...)): several operands are transposed alike, or constant, or scalars."""
+    """f(transpose(x), ...) -> transpose(f(x, ...)): each operand is transposed in the same way, or is constant, or is a
+    scalar.
+    """
 
     reads_from = ("Transpose",)
 
@@ -189,12 +196,12 @@ class _PushDown(_PushTranspose):
 
 
 class _PushUp(_PushTranspose):
-    """transpose(f(x, ...)) -> f(transpose(x), ...), where it `gains`."""
+    """transpose(f(x, ...)) -> f(transpose(x), ...), if it `gains`."""
 
     anchors = ("Transpose",)
 
     def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
-        """Whether transposing the operator's inputs may gain."""
+        """Whether transposing the operator's inputs instead of its result may gain."""
         return True
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -234,7 +241,7 @@ class PushTransposeUp(_PushUp):
 class PushTransposesDown(_PushDown):
     """f(transpose(x), transpose(y)) -> transpose(f(x, y))  for f element by element, with broadcasting.
 
-    All operands are transposed alike, or constant, or scalars; at least one is transposed.
+    Each operand is transposed in the same way, or is constant, or is a scalar; at least one is transposed.
     """
 
     anchors = BROADCAST
@@ -253,7 +260,8 @@ class PushTransposesDown(_PushDown):
 class PushTransposesUp(_PushUp):
     """transpose(f(x, y)) -> f(transpose(x), transpose(y))  for f element by element, with broadcasting.
 
-    Offered when an operand is transposed itself or all but one are constant: otherwise it only makes work.
+    The rule applies if an operand is a transpose itself, or if all operands but one are constant. Otherwise it would
+    only add work.
     """
 
     reads_from = BROADCAST
@@ -349,7 +357,7 @@ class FoldTransposeIntoGemmB(Rule, family="transpose"):
 class PushTransposesThroughConcat(_PushDown):
     """concat(transpose(x), transpose(y)) -> transpose(concat(x, y))  for equal permutations.
 
-    Constants are transposed back.
+    Constant parts get the inverse transpose.
     """
 
     anchors = ("Concat",)
@@ -471,7 +479,7 @@ class ReplaceReshapedTranspose(Rule, family="transpose"):
 def _whole_moves(
     before: Sequence[int], middle: Sequence[int], perm: Sequence[int] | None, after: Sequence[int]
 ) -> tuple[int, ...]:
-    """The permutation of x's dimensions that equals a Reshape, a Transpose and a Reshape; refuses if there is none."""
+    """The permutation of x's dimensions that equals a Reshape, a Transpose and a Reshape. Refuses if there is none."""
     source = AccessMap.source(before)
     result = source.reshape(middle).transpose(permutation(perm, len(middle))).reshape(after)
     units = iter([i for i, dim in enumerate(source.dims) if not dim])

@@ -1,7 +1,7 @@
 """Rules that multiply weights when the model is written: tables, two linear layers in a row, constant factors.
 
-If a product of weights replaces a product at run time, the rounding changes as with any change of order. Moving a
-factor may make intermediate numbers larger or smaller by that factor. Only finite constants are moved.
+If a product of weights replaces a product at run time, rounding changes as it does with any other order of operations.
+Moving a factor may make intermediate numbers larger or smaller by that factor. Only finite constants are moved.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
-# Limits for constants computed when the model is written: multiplications, and bytes of the result.
+# Limits for constants that are computed when the model is written: multiplications, and bytes of the result.
 _WORK = 1 << 32
 
 _BYTES = 1 << 26
 
 
 def _factor(reader: Reader, value: Value, partner: Value) -> bool:
-    """Whether a value is a constant of one element that does not change the shape of the other operand `partner`."""
+    """Whether a value is a constant of one element that does not change the shape of the other operand, `partner`."""
     type = reader.type(value)
     single = type.const and type.shape is not None and all(d == 1 for d in type.shape)
     return single and keeps_shape(reader.type(partner).shape, type.shape)
@@ -62,7 +62,7 @@ class PushGatherThroughMatMul(Rule, family="weights_algebra"):
         return op.Gather(op.MatMul(t, w), i)
 
 
-# Cast is left out: the result of a small look-up can be cast as well.
+# Cast is left out: the small result of a look-up can be cast instead of the table.
 _FUNCTIONS = tuple(op for op in UNARY if op != "Cast")
 
 _ALONG_ROWS = ("Softmax", "LayerNormalization", "RMSNormalization")
@@ -71,8 +71,8 @@ _ALONG_ROWS = ("Softmax", "LayerNormalization", "RMSNormalization")
 class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
     """f(table[i], c) -> f(table, c)[i]  for f element by element, or along rows, and c constant.
 
-    c is one number or one for each column; Softmax and the normalisations over the last axis count as functions along
-    rows.
+    c is one number, or has one number for each column. Softmax and the normalisations over the last axis count as
+    functions along rows.
     """
 
     anchors = (*_FUNCTIONS, "Add", "Mul", "Sub", "Div", *_ALONG_ROWS)
@@ -128,7 +128,7 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
 
     @staticmethod
     def _fits(shape: tuple[Dim, ...] | None, columns: Dim, rank: int) -> bool:
-        """Whether an operand is one number, or one for each column, and adds no dimension."""
+        """Whether an operand is one number, or has one for each column, and adds no dimension."""
         if shape is None or len(shape) > rank:
             return False
         return not shape or (shape[-1] in (1, columns) and all(d == 1 for d in shape[:-1]))
@@ -143,7 +143,8 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
 class ReplaceOneHotByGather(Rule, family="weights_algebra"):
     """cast(i = [0, 1, ..., n-1]) @ w -> [w; 0][i]  for integers i and a constant matrix w of n rows.
 
-    An i out of range gives zeros: the target maps it to a row of zeros after the last row.
+    An index i that is out of range gives zeros on the left side. The target maps it to a row of zeros after the last
+    row.
     """
 
     dtypes = WIDE
@@ -173,7 +174,7 @@ class ReplaceOneHotByGather(Rule, family="weights_algebra"):
         require(w.rank == 2, "the weight is no matrix")
         require(i.dtype in (DType.INT32, DType.INT64), "the index is no integer")
         require(i.rank >= 2 and i.shape[-1] == 1 and r.rank <= i.rank, "the index is not one number")
-        # The last dimension has as many elements as w has rows, or the product would be invalid.
+        # If the last dimension had not as many elements as w has rows, the product would be invalid.
         require(r.ints == tuple(range(w.size(0))), "the numbers are not those of the rows, from 0")
 
     def target(self, op: Op, i: Val, w: Val) -> Any:
@@ -222,7 +223,8 @@ class FoldGemmIntoGemm(Rule, family="weights_algebra"):
 class MoveScaleIntoMatMul(Rule, family="weights_algebra"):
     """(x @ y) * s -> (x * s) @ y  with s a constant number, and neither x nor y constant.
 
-    It moves the scale of attention scores to the query, and other rules fold it into the query's weights.
+    It moves the scale of attention scores to the queries. Other rules then fold it into the weights that compute the
+    queries.
     """
 
     dtypes = WIDE
@@ -271,7 +273,7 @@ class MoveScaleOutOfMatMul(Rule, family="weights_algebra"):
 class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
     """split(x @ w + b)[i] * s -> split(x @ (w * f) + b * f)[i]  with f = [1, ..., s, ..., 1]  and constant s, w, b.
 
-    It folds the scale of the queries if one product makes queries, keys and values. Gemm alike.
+    It folds the scale of the queries if one product computes queries, keys and values. The product may be a Gemm.
     """
 
     anchors = ("Mul",)
