@@ -6,13 +6,19 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import xrlflow
+from xrlflow import api, pipeline
 from xrlflow.cli import app
+from xrlflow.onnxio import ModelError
 from xrlflow.options import GROUPS, OptionError, Options, TrainOptions, TuneOptions, flags
 
 BOTH = ((xrlflow.optimize, Options), (xrlflow.tune, TuneOptions), (xrlflow.train, TrainOptions))
@@ -119,6 +125,19 @@ def test_without_a_flag_are_only_objects_of_python() -> None:
         (Options, {"time_limit": float("inf")}, "time_limit inf is not positive"),
         (Options, {"time_limit": float("nan")}, "time_limit nan is not positive"),
         (Options, {"max_growth": float("nan")}, "max_growth nan is not positive"),
+        (Options, {"alpha": float("inf")}, "alpha inf is below 1 or not finite"),
+        (
+            Options,
+            {"search": "greedy", "alpha": 1.2},
+            "alpha has no meaning with search 'greedy': choose taso",
+        ),
+        (Options, {"threads": 1.5}, "threads 1.5 is not positive and whole"),
+        (Options, {"shapes": ["x=4,64"]}, "give the whole numbers of each input"),
+        (Options, {"shapes": {"x": "4,64"}}, "give the whole numbers of each input"),
+        (Options, {"shapes": {"x": (4.0, 64)}}, "give the whole numbers of each input"),
+        (Options, {"shapes": {"x": 4}}, "give the whole numbers of each input"),
+        (Options, {"further_shapes": [{"x": "4"}]}, "give the whole numbers of each input"),
+        (TuneOptions, {"shapes": {"x": "4,64"}}, "give the whole numbers of each input"),
         (Options, {"threads": 0}, "threads 0 is not positive"),
         (Options, {"threads": 100_000}, "threads 100000 is too many for this machine: give at most"),
         (TuneOptions, {"threads": 0}, "threads 0 is not positive"),
@@ -144,6 +163,54 @@ def test_without_a_flag_are_only_objects_of_python() -> None:
 def test_what_makes_no_sense_is_refused(kind: type, given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         kind(**given)
+
+
+def test_shapes_may_be_numbers_of_numpy() -> None:
+    shapes = {"x": np.array([4, 64]), "y": [np.int64(2)], "z": ()}
+    assert Options(shapes=shapes).shapes is shapes
+    for function in (api.verify_files, lambda *m, **s: api.run_once(m[0], **s)):
+        with pytest.raises(OptionError, match="give the whole numbers of each input"):
+            function("m.onnx", "m.onnx", shapes={"x": "4,64"})
+
+
+def test_a_comparison_has_the_same_backend_however_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Options] = []
+    monkeypatch.setattr(pipeline, "optimize", lambda _, options, listener: asked.append(options))
+    for options, arguments in ((None, {"seed": 1}), (Options(seed=1), {}), (Options(), {"seed": 1})):
+        api.compare("m.onnx", searches=("greedy",), options=options, **arguments)
+    assert {(options.backend, options.seed) for options in asked} == {("onnxruntime", 1)}
+    api.compare("m.onnx", searches=("greedy",), backend="auto")
+    api.compare("m.onnx", searches=("greedy",), options=Options(backend="hybrid"))
+    assert [options.backend for options in asked[3:]] == ["auto", "hybrid"]
+    with pytest.raises(OptionError, match="search has no meaning for a comparison: name the strategies"):
+        api.compare("m.onnx", search="greedy")
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="there is none to learn from"):
+        xrlflow.train([], tmp_path / "agent.safetensors")
+    with pytest.raises(ModelError, match="there is no such file"):
+        xrlflow.session(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    "option", [["--shape", "x=1"], ["--threads", "1"], ["--port", "80"], ["--no-measure"]]
+)
+def test_what_a_graph_for_other_programs_does_not_take_is_refused(option: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["view", "m.onnx", "--networkx", str(tmp_path / "g.gexf"), *option])
+    assert result.exit_code == 2
+    assert f"{option[0]} has no meaning with it" in result.stderr
+
+
+def test_an_original_that_is_kept_has_its_own_opset_and_a_note() -> None:
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[4] x) => (float[4] y) { y = Relu(x) }'
+    )
+    result = xrlflow.optimize(proto, opset=20, measure=False, search="greedy", cost="roofline")
+    assert result.report.returned_original
+    assert any("kept as it is, at opset 17" in note for note in result.report.notes)
+    result = xrlflow.optimize(proto, opset=17, measure=False, search="greedy", cost="roofline")
+    assert not any("opset" in note for note in result.report.notes)
 
 
 def test_a_remote_device_may_have_more_threads_than_this_machine() -> None:

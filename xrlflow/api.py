@@ -13,7 +13,15 @@ from xrlflow import batch, pipeline
 from xrlflow.backends import BackendError
 from xrlflow.batch import Batch
 from xrlflow.onnxio import ModelError, Source, load
-from xrlflow.options import COMPARED, OptionError, Options, TrainOptions, TuneOptions, check_seed
+from xrlflow.options import (
+    COMPARED,
+    OptionError,
+    Options,
+    TrainOptions,
+    TuneOptions,
+    check_seed,
+    check_shapes,
+)
 from xrlflow.pipeline import Result, Tuned, VerificationFailed, pages
 from xrlflow.pipeline.artifact import runnable
 from xrlflow.pipeline.errors import CORRECTABLE
@@ -313,9 +321,11 @@ def compare(
     options: Options | None = None,
     **arguments: Any,
 ) -> Comparison:
-    """Optimise with each of several strategies, by default without generated kernels. `options`, `arguments` and the
-    errors raised are those of `optimize`."""
-    if options is None:
+    """Optimise with each of several strategies. `options`, `arguments` and the errors raised are those of `optimize`,
+    but "auto" is a backend only if it is given as an argument: by default no kernels are generated."""
+    if "search" in arguments:
+        raise OptionError("search has no meaning for a comparison: name the strategies in searches")
+    if options is None or options.backend == "auto":
         arguments.setdefault("backend", "onnxruntime")
     return Comparison(
         tuple(optimize(model, search=search, options=options, **arguments) for search in searches)
@@ -368,6 +378,7 @@ def verify_files(
     `kernels`: with the libraries in the models' folders (`NAME.so`), whose code this runs.
     """
     check_seed(seed)
+    check_shapes(shapes)
     load(new)  # raises ModelError with a clear message if the file is damaged
     first, second = runnable(original), runnable(new)
     return verify(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -38,6 +39,8 @@ NONEMPTY = "nonempty"
 ASSUMPTIONS = frozenset({"finite", NONEMPTY, "vnni"})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
 COSTS = ("auto", "roofline", "profiled", "learned", "measured")
+ALPHA = 1.05
+"""How much worse than the best a graph may be that TASO keeps."""
 AUTO = ("profiled", "learned", "roofline")
 """What `cost="auto"` tries, in this order, until a result is measured to be faster."""
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
@@ -67,6 +70,7 @@ GROUPS = {
     "Controls of experiments, besides --search lookahead2, lookahead3, random": ("budget", "alpha"),
 }
 """The groups of options in the help of `optimize`; options without a group come first."""
+SHAPES = "Numbers for an input's dimensions: input=1,3,224,224. May be repeated, for several inputs."
 LOCAL = "local"
 """The name of a Ray cluster of this machine alone, started for one command."""
 RAY = "Use a Ray cluster: the HOST:PORT of its head, or local."
@@ -108,10 +112,11 @@ def option(
 def flags(kind: type) -> Mapping[str, tuple[Flag, Any]]:
     """The flags of a class of options by field name, with their defaults. The class's own come before inherited
     ones."""
-    own = kind.__annotations__
+    own = {name: place for place, name in enumerate(kind.__annotations__)}
     flag_fields = [f for f in fields(kind) if "flag" in f.metadata]
     return {
-        f.name: (f.metadata["flag"], f.default) for f in sorted(flag_fields, key=lambda f: f.name not in own)
+        f.name: (f.metadata["flag"], f.default)
+        for f in sorted(flag_fields, key=lambda f: own.get(f.name, len(own)))
     }
 
 
@@ -121,13 +126,13 @@ class Common:
 
     cpu: str | None = option(
         None,
-        "tvm: LLVM's name of the processor to compile for; default: this one.",
+        "hybrid, tvm: LLVM's name of the processor to compile for; default: this one.",
         str | None,
         values=PROCESSORS,
     )
     triple: str | None = option(
         None,
-        "tvm: LLVM's name of its system, if it is another (aarch64-linux-gnu).",
+        "hybrid, tvm: LLVM's name of its system, if it is another (aarch64-linux-gnu).",
         str | None,
         values=SYSTEMS,
     )
@@ -136,8 +141,7 @@ class Common:
     )
     shapes: Mapping[str, Sequence[int]] | None = option(
         None,
-        "Numbers for an input's dimensions: input=1,3,224,224. May be repeated, for one input to get kernels for "
-        "several sizes.",
+        SHAPES,
         list[str] | None,
         name="--shape",
     )
@@ -206,8 +210,14 @@ class Options(Common):
         values=sorted(ASSUMPTIONS),
     )
     budget: int = option(1000, "Graphs that the search may expand.", int, least=0)
-    time_limit: float = option(60.0, "Seconds for everything.", float, least=0.0)
-    alpha: float = option(1.05, "TASO: how much worse than the best may a graph be.", float, least=1.0)
+    time_limit: float = option(60.0, "Seconds for everything.", float)
+    shapes: Mapping[str, Sequence[int]] | None = option(
+        None,
+        f"{SHAPES[:-1]}, and for one to get kernels for several sizes.",
+        list[str] | None,
+        name="--shape",
+    )
+    alpha: float = option(ALPHA, "taso: how much worse than the best may a graph be.", float, least=1.0)
     agent: str | os.PathLike[str] | None = option(
         None, "xrlflow, mcts, rlflow: an agent of your own (`xrlflow train`).", Path | None, shown=False
     )
@@ -231,7 +241,7 @@ class Options(Common):
     fix_shapes: bool = option(False, "Write the numbers of --shape into the file.", bool)
     session_options: Mapping[str, str] | ort.SessionOptions | None = None
     providers: Sequence[str] = (_CPU,)
-    max_growth: float = option(1.2, "Largest size of the result, in sizes of the input.", float, least=0.0)
+    max_growth: float = option(1.2, "Largest size of the result, in sizes of the input.", float)
     opset: int | None = option(
         None, "The opset of the result; default: the model's, or what the result needs.", int | None
     )
@@ -244,6 +254,7 @@ class Options(Common):
 
         self._check_names()
         self._check_numbers()
+        check_shapes(self.shapes, *self.further_shapes)
         self._check_agent()
         check_providers(self.providers)
         kernels = {
@@ -326,11 +337,13 @@ class Options(Common):
             raise OptionError(f"train_steps {self.train_steps} is negative: give steps of training, or 0")
         check_threads(self.threads, self.remote)
         if not 0 < self.time_limit < math.inf:
-            raise OptionError(f"time_limit {self.time_limit:g} is not positive: give seconds")
+            raise OptionError(f"time_limit {self.time_limit:g} is not positive and finite: give seconds")
         if not 1 <= self.alpha < math.inf:
             raise OptionError(
-                f"alpha {self.alpha:g} is below 1: TASO keeps graphs that cost up to alpha times the best"
+                f"alpha {self.alpha:g} is below 1 or not finite: TASO keeps graphs that cost up to alpha times the best"
             )
+        if self.alpha != ALPHA and self.search != "taso":
+            raise OptionError(f"alpha has no meaning with search {self.search!r}: choose taso")
         if not self.max_growth > 0:
             raise OptionError(
                 f"max_growth {self.max_growth:g} is not positive: give sizes of the input, such as 1.2"
@@ -374,7 +387,7 @@ class TuneOptions(Common):
     )
     trials: int = option(512, "Kernels that are built and measured.", int, least=0)
     batch: int = option(16, "Of one kernel at a time.", int, least=1)
-    time_limit: float = option(600.0, "Seconds of tuning.", float, least=0.0)
+    time_limit: float = option(600.0, "Seconds of tuning.", float)
     rewrite: bool = option(True, "Tune what greedy search makes of the graph, too.", bool)
     ray: str | None = option(None, RAY, str | None)
 
@@ -384,6 +397,7 @@ class TuneOptions(Common):
         if self.trials < 0 or self.batch < 1 or not 0 < self.time_limit < math.inf:
             raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
         check_seed(self.seed)
+        check_shapes(self.shapes)
         check_threads(self.threads, self.remote)
         check_installed("tuning", "tvm", *TUNING)
         check_ray(self.ray)
@@ -405,7 +419,7 @@ class TrainOptions:
     restart: bool = option(
         False, "Do not go on where a run with this output stopped.", bool, name="--restart"
     )
-    time_limit: float | None = option(None, "Seconds after which it ends.", float | None, least=0.0)
+    time_limit: float | None = option(None, "Seconds after which it ends.", float | None)
     log: str | os.PathLike[str] | None = option(None, "A folder for TensorBoard.", Path | None)
     seed: int = option(0, "Seed of everything random.", int, least=0)
     world_model: bool = option(
@@ -463,12 +477,28 @@ def check_threads(threads: int | None, remote: str | Remote | None) -> None:
     """Raise OptionError unless a runtime can use so many threads. The limit of a remote device is not known here."""
     if threads is None:
         return
-    if threads < 1:
-        raise OptionError(f"threads {threads} is not positive: give 1 or more")
+    if not hasattr(threads, "__index__") or threads < 1:
+        raise OptionError(f"threads {threads} is not positive and whole: give 1 or more")
     from xrlflow.backends.limits import most_threads  # this imports NumPy, which takes time
 
     if remote is None and threads > (limit := most_threads()):
         raise OptionError(f"threads {threads} is too many for this machine: give at most {limit}")
+
+
+def check_shapes(*shapes: Any) -> None:
+    """Raise OptionError unless these are mappings of names of inputs to whole numbers, or None."""
+    for mapping in shapes:
+        if mapping is None:
+            continue
+        try:
+            for name, shape in mapping.items():
+                if isinstance(shape, str) or not isinstance(name, str):
+                    raise TypeError
+                list(map(operator.index, shape))
+        except (AttributeError, TypeError) as error:
+            raise OptionError(
+                f"shapes {mapping!r}: give the whole numbers of each input, as in {{'x': (1, 3, 224, 224)}}"
+            ) from error
 
 
 def check_seed(seed: int) -> None:

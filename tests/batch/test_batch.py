@@ -112,6 +112,16 @@ def test_the_page_of_a_batch_that_is_killed_is_there(folder: Path, monkeypatch: 
     assert batch(folder)[1] == ["b/x.onnx", "report.onnx"]
 
 
+def test_a_model_without_a_row_has_failed(folder: Path) -> None:
+    def executor(jobs: Sequence[Job], report: ProgressCallback) -> Generator[Row, None, None]:
+        yield from ()
+
+    result = xrlflow.optimize_all(folder / "in", folder / "out", executor=executor, **FAST)
+    assert result.rows
+    assert {row.name for row in result.rows} == set(result.names)
+    assert {row.error for row in result.rows} == {"the executor has no result for it"}
+
+
 def test_progress_tells_the_time_left(folder: Path) -> None:
     seen: list[Progress] = []
     batch(folder)

@@ -195,6 +195,21 @@ def test_the_database_of_something_else_is_left_as_it_is(version: int, tmp_path:
     assert path.read_bytes() == before
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_file_with_a_version_and_no_tables_gets_them(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    Store(path).check()
+    connection = sqlite3.connect(path)
+    connection.execute("DROP TABLE record")
+    connection.commit()
+    connection.close()
+    with Store(path) as store:
+        store.put(record_of())
+        assert len(store) == 1
+    with Store(path) as store:
+        assert len(store) == 1
+
+
 def test_a_file_that_is_damaged_while_it_is_open_is_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
     with Store(path) as store:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from xrlflow.backends.onnxruntime import default_threads
-from xrlflow.batch.jobs import Executor, Job, Row, earlier
+from xrlflow.batch.jobs import Executor, Job, Row, earlier, failed
 from xrlflow.batch.plan import plan
 from xrlflow.batch.processes import Processes
 from xrlflow.batch.sources import MARK, find_models
@@ -176,6 +176,10 @@ class _Running:
             with closing(executor(todo, self._doing)) as rows:
                 for row in rows:
                     self.rows[row.name] = row
+                    self._say(row)
+            for job in todo:
+                if job.name not in self.rows:
+                    self.rows[job.name] = row = failed(job, "the executor has no result for it")
                     self._say(row)
         except KeyboardInterrupt:
             interrupted = True

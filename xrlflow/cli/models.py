@@ -14,7 +14,7 @@ from xrlflow.cli.completion import completing_last
 from xrlflow.cli.failures import ExitCode, clear_errors, fail
 from xrlflow.cli.output import print_json
 from xrlflow.cli.pipes import PIPE, Output, check_files, check_streams, one_file, source
-from xrlflow.options import COMPARED, SEARCHES, Options
+from xrlflow.options import COMPARED, SEARCHES, SHAPES, Options, flags
 
 
 @taking(Options)
@@ -87,6 +87,7 @@ def _check_extra_files(model: Path, output: Path, **paths: Path | None) -> None:
     "seed",
     "measure",
     time_limit="Seconds for each strategy.",
+    shapes=SHAPES,
 )
 def compare(
     model: Model,
@@ -148,7 +149,9 @@ def report_of(
             show.page(target.path)
 
 
-@taking(Options, "shapes", "threads", "inputs", "seed", "measure", measure="Time the operators.")
+@taking(
+    Options, "shapes", "threads", "inputs", "seed", "measure", measure="Time the operators.", shapes=SHAPES
+)
 def view(
     model: Model,
     options: Arguments,
@@ -166,6 +169,13 @@ def view(
         if networkx is not None:
             if other is not None:
                 fail("--networkx takes one model: leave the other out")
+            unused = {name: default for name, (_, default) in flags(Options).items()} | {"port": 0}
+            set_by_user = [
+                name for name, value in (*options.items(), ("port", port)) if value != unused[name]
+            ]
+            if set_by_user:
+                flag = {"shapes": "shape", "measure": "no-measure"}.get(set_by_user[0], set_by_user[0])
+                fail(f"--networkx writes the graph as it is: --{flag} has no meaning with it")
             check_files("a graph's file says by its ending which format it has", networkx)
             graph = api.save_networkx(source(model), networkx)
             typer.echo(f"{networkx}: {graph.number_of_nodes()} nodes, {graph.number_of_edges()} edges")
@@ -181,7 +191,7 @@ def view(
                 typer.echo("", err=True)
 
 
-@taking(Options, "shapes", "inputs", "seed")
+@taking(Options, "shapes", "inputs", "seed", shapes=SHAPES)
 def verify(
     original: Annotated[Path, typer.Argument(help="The model that is right; -: standard input.")],
     new: Annotated[Path, typer.Argument(help="The model that should compute the same; -: standard input.")],
@@ -208,12 +218,12 @@ def verify(
             raise typer.Exit(ExitCode.NO)
 
 
-@taking(Options, "shapes", "threads", "inputs", "seed")
+@taking(Options, "shapes", "threads", "inputs", "seed", shapes=SHAPES)
 def bench(
     model: Model,
     options: Arguments,
     against: Annotated[Path | None, typer.Option(help="Compare with this model.")] = None,
-    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds.")] = 20.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds.")] = 20.0,
     kernels: Kernels = False,
     as_json: AsJson = False,
 ) -> None:
@@ -237,7 +247,15 @@ def bench(
             show.bench(measured)
 
 
-@taking(Options, "shapes", "threads", "inputs", "seed", inputs="Your own inputs (.npz); default: drawn ones.")
+@taking(
+    Options,
+    "shapes",
+    "threads",
+    "inputs",
+    "seed",
+    inputs="Your own inputs (.npz); default: drawn ones.",
+    shapes=SHAPES,
+)
 def run(
     model: Model,
     options: Arguments,

@@ -17,6 +17,7 @@ from xrlflow.backends.tvm import TvmModel
 from xrlflow.backends.tvm.library.hybrid import Hybrid
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, Source, save, save_original, to_proto
+from xrlflow.onnxio.versions import opset_of
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
@@ -186,6 +187,11 @@ def _report(
 
 def _notes(context: Context, finished: Finished) -> tuple[str, ...]:
     notes = [*context.imported.notes, *context.notes]
+    own, asked = opset_of(context.imported.frame), context.options.opset
+    if finished.accepted is None and asked is not None and asked != own:
+        notes.append(
+            f"the original is kept as it is, at opset {own}: only another graph is written at opset {asked}"
+        )
     if finished.compared is not None and finished.compared.disturbed:
         notes.append("other programs used the processor while the result was measured")
     if finished.verification is not None and finished.verification.verified:

@@ -57,6 +57,8 @@ def train(
 
     if isinstance(models, (str, bytes, os.PathLike)):
         raise OptionError(f"models is one path, {models!r}: give a list of them")
+    if not models:
+        raise OptionError("models: there is none to learn from: name one or more")
     if os.path.isdir(output) or not os.path.basename(output):
         raise OptionError(f"output {os.fspath(output)!r} names no file: give the path of one")
     for path in (*models, *options.held_out):

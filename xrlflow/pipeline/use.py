@@ -16,8 +16,8 @@ from xrlflow.backends.onnxruntime import Options, load_library, open_model, with
 from xrlflow.backends.onnxruntime.reasons import reason
 from xrlflow.backends.onnxruntime.session import ort_errors
 from xrlflow.backends.protocol import one_line
-from xrlflow.onnxio import Source, load
-from xrlflow.options import OptionError, check_seed
+from xrlflow.onnxio import ModelError, Source, load
+from xrlflow.options import OptionError, check_seed, check_shapes, check_threads
 from xrlflow.pipeline.artifact import runnable
 from xrlflow.storage import files
 from xrlflow.verify import feeds_for_measurement
@@ -36,8 +36,11 @@ def session(
 
     It equals `onnxruntime.InferenceSession(model, options, providers)` after
     `options.register_custom_ops_library("/its/folder/NAME.so")`. If the library cannot be loaded here, or the model was
-    edited after the library was written, the session runs without it, with a warning. Raises what ONNX Runtime raises.
+    edited after the library was written, the session runs without it, with a warning. Raises ModelError if there is no
+    such file, and what ONNX Runtime raises.
     """
+    if not os.path.isfile(model):
+        raise ModelError(f"{os.fspath(model)}: there is no such file: check the path")
     import onnxruntime as ort
 
     options = ort.SessionOptions() if options is None else options
@@ -90,6 +93,8 @@ def run_once(
     run.
     """
     check_seed(seed)
+    check_shapes(shapes)
+    check_threads(threads, None)
     imported = load(model, shapes=shapes)
     source = runnable(model)
     with open_model(source, threads=threads, session_options=options_with_kernels(source)) as opened:

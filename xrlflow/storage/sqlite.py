@@ -55,7 +55,7 @@ def connect(path: Path | str, layout: Layout, patience: float = 0.0) -> sqlite3.
             raise sqlite3.DatabaseError(f"version {version}, and {layout.version} is wanted")
         _write_ahead(connection, max(patience, _SWITCHING))
         connection.execute("PRAGMA synchronous = NORMAL")
-        if version == 0:
+        if version == 0 or not tables:  # a copy of an empty file may have the version alone
             # One transaction, so that only one of two processes creates the tables.
             connection.execute("BEGIN IMMEDIATE")
             for statement in layout.schema:
