@@ -31,14 +31,15 @@ _CONVOLUTIONS = {3: ("conv1d", "NWC", "WIO"), 4: ("conv2d", "NHWC", "HWIO"), 5: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operands:
-    """Weights, and for each extra its values: one number for each channel, or None if the extra is a variable."""
+    """The constant operands of a layer: its weights, and for each extra operand of its steps one number for each
+    channel, or None if the extra operand is a variable."""
 
     weights: Floats
     extras: tuple[Floats | None, ...]
 
 
 def random_operands(workload: LayerWorkload) -> Operands:
-    """Random weights and extras of a layer. Times do not depend on them."""
+    """Random weights and extra operands of a layer. Times do not depend on their values."""
     rng = np.random.default_rng(0)
     shape, terms = weights_shape(workload), workload.terms
     weights = rng.standard_normal(shape, np.float32) * np.float32(terms**-0.5)
@@ -64,7 +65,8 @@ def weights_shape(workload: LayerWorkload) -> tuple[int, ...]:
 
 
 def module_of(workload: LayerWorkload, operands: Operands) -> Any:
-    """A Relax module of a layer. "main" takes the image and those extras that are as large as the result."""
+    """A Relax module of a layer. The parameters of "main" are the image and those extra operands that are as large as
+    the result."""
     tvm()
     from tvm import relax
 
@@ -116,7 +118,7 @@ def _computed(workload: LayerWorkload, image: Any, weights: Any) -> Any:
 
 def with_steps(builder: Any, first: Any, steps: Sequence[Step], extras: Sequence[Any]) -> Any:
     """Append `steps` after the variable `first` of a Relax function that is being built, and return the last variable.
-    `extras`: the expressions of the steps' extras; those of one number for each channel have a shape that
+    `extras`: the expressions of the steps' extra operands. An operand of one number for each channel has a shape that
     broadcasts."""
     results, remaining = [first], iter(extras)
     for step in steps:
@@ -143,19 +145,20 @@ def _operator(step: Step) -> Any:
 
 
 def fuse_layer(workload: LayerWorkload, operands: Operands, machine: Machine) -> Any:
-    """The fused module of a layer whose kernels are tiles."""
+    """The fused module of a layer that is computed by TVM's loops in tiles."""
     return applied("layer", module_of(workload, operands), last_passes(machine), machine)
 
 
 @lru_cache(maxsize=2)
 def fused(workload: LayerWorkload, machine: Machine) -> Any:
-    """The fused module of a layer with random operands. The cache holds few, since each has all weights of a layer."""
+    """The fused module of a layer with random operands. The cache holds few modules, since each contains all weights of
+    a layer."""
     return fuse_layer(workload, random_operands(workload), machine)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnlyKernel:
-    """The only kernel of a layer, not yet scheduled, and the call of it."""
+    """The only kernel of a layer, not yet scheduled, and the call of this kernel."""
 
     kernel: Any
     call: Any
@@ -178,8 +181,9 @@ def only_kernel(module: Any) -> OnlyKernel | None:
 
 @cache
 def tile_choices(workload: LayerWorkload, machine: Machine) -> tuple[TileBlocking, ...]:
-    """The tiles of a layer's kernel: that of the heuristic first, then those with the best ratings. There are none if
-    the kernel's tile cannot be chosen, or if there are several kernels. Some may not fit (see `tiled`)."""
+    """The tiles from which a tuner chooses for a layer's kernel: the heuristic's tile first, then the tiles with the
+    best ratings. The list is empty if the kernel's tile cannot be chosen, or if the layer has several kernels. TVM may
+    refuse some of the tiles (see `tiled`)."""
     with heeding_interrupts():
         alone = only_kernel(fused(workload, machine))
         if alone is None or (default := heuristic(alone.module, machine)) is None:
@@ -200,7 +204,8 @@ def tiled(alone: OnlyKernel, choice: TileBlocking, machine: Machine) -> Any | No
 
 
 def spliced(module: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
-    """The operands of a layer's only kernel, in which expressions of another function replace the variables."""
+    """The operands of a layer's only kernel. `variables`: the expressions that replace the parameters of the layer's
+    module, by name."""
     from tvm import relax
 
     alone = only_kernel(module)

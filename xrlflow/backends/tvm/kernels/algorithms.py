@@ -1,9 +1,9 @@
 """Chooses an algorithm for each convolution and product: the fastest ones whose errors together stay within a budget.
 
 A plain algorithm does all multiplications of the layer's definition. Rounding errors of layers add up as variances. The
-unit (a share) is the variance of a layer with a plain algorithm. A layer whose algorithm rounds r times as much takes
-r^2 shares. The shares of a graph of n layers with weights may add up to n times the budget squared: then the graph's
-error is about as many times as large as with plain algorithms.
+unit of variance, called a share, is the variance that a layer with a plain algorithm adds. A layer whose algorithm
+rounds r times as much adds r^2 shares. The shares of a graph of n layers with weights may add up to n times the square
+of `BUDGET`. The graph's error is then about `BUDGET` times as large as with plain algorithms.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ BUDGET = 3.5
 """How many times larger the error of a graph may become. (The verification of a result accepts four times the
 original's own error.)"""
 WORST_CHANNEL = 6.0
-"""An algorithm is not used in a layer if its error in one output channel is more than this many times that of plain
-sums.
+"""An algorithm is not used in a layer if its error in one output channel is more than this many times the error of
+plain sums.
 
-That happens on smooth images if weights take differences of pixels. (F(4,3) has 3.1 to 5.9 in layers of trained
-networks.)
+Errors become so large on smooth images if weights take differences of pixels. (Winograd's F(4,3) has 3.1 to 5.9 times
+the error of plain sums in layers of trained networks.)
 """
 
 
@@ -35,13 +35,13 @@ class AlgorithmOption:
 
     algorithm: Algorithm
     cost: float
-    """Its time, estimated or measured, in one unit for all layers; infinite if there is no estimate."""
+    """The estimated or measured time, in the same unit for all layers; infinite if there is no estimate."""
     error: float = 1.0
-    """Its error for usual images, relative to that of plain algorithms."""
+    """The rounding error for usual images, divided by the error of plain algorithms."""
     blocking: Blocking | None = None
-    """None: the blocking with the least estimated time."""
+    """The blocking of the kernel; None: the blocking with the least estimated time."""
     most: float = 1.0
-    """A bound of its error for every image, relative to that of plain algorithms."""
+    """A bound of the rounding error for every image, divided by the error of plain algorithms."""
 
     @property
     def shares(self) -> float:
@@ -50,7 +50,7 @@ class AlgorithmOption:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The fastest measured kernel of an algorithm: its seconds, and its blocking (None: the one with the least
+    """The fastest measured kernel of an algorithm: its seconds, and its blocking (None: the blocking with the least
     estimated time)."""
 
     seconds: float
@@ -63,18 +63,19 @@ Times: TypeAlias = Mapping[Algorithm, Timed | None]
 
 @dataclass(frozen=True, slots=True)
 class TimedBlock:
-    """The fastest measured computation of an inverted residual: its seconds, and the blocking of the kernel in bands
-    (None: one kernel for each convolution)."""
+    """The fastest measured computation of an inverted residual: its seconds, and the blocking of the fused kernel
+    (None: the fastest computation has one kernel for each convolution)."""
 
     seconds: float
     blocking: bands.BandBlocking | None = None
 
 
 class Timings(Protocol):
-    """Measured times of layers."""
+    """A source of measured times of layers."""
 
     def of(self, workload: LayerWorkload, far: bool) -> Times:
-        """The measurements of a layer; empty if there are none. `far`: its weights come from memory."""
+        """The measurements of a layer; empty if there are none. `far`: whether the weights come from memory, not from
+        caches."""
         ...
 
     def of_block(self, workload: bands.ConvBlock, far: bool) -> TimedBlock | None:
@@ -120,19 +121,19 @@ class Algorithms:
     """Which algorithms convolutions and products may use."""
 
     exact: bool = False
-    """Only plain algorithms. The estimated errors of others hold for usual images only. (F(2,3) has 0.7 to 1.1 times
-    the plain error, but about twice where most pixels are zero.)"""
+    """Whether only plain algorithms are used. The estimated errors of other algorithms hold for usual images only.
+    (Winograd's F(2,3) has 0.7 to 1.1 times the plain error, but about twice where most pixels are zero.)"""
     budget: float = BUDGET
     only: Algorithm | None = None
-    """Use this algorithm wherever it can be used, whatever it costs (for measurements)."""
+    """An algorithm that is used wherever it can be used, whatever it costs (for measurements); None: the cheapest."""
     timings: Timings | None = None
     """Measured times, which replace estimates."""
     blocks: bool = True
     """Whether an inverted residual may be one kernel."""
 
     def choose(self, layers: Sequence[Sequence[AlgorithmOption]], others: int) -> list[AlgorithmOption]:
-        """An option for each layer. The first option of each is a plain algorithm. `others`: the number of further
-        layers with weights in the graph."""
+        """Choose an option for each layer, so that the rounding errors together stay within the budget. The first
+        option of each layer is a plain algorithm. `others`: the number of further layers with weights in the graph."""
         if self.only is not None:
             return [next((c for c in layer if c.algorithm is self.only), layer[0]) for layer in layers]
         if self.exact:
@@ -146,10 +147,10 @@ def with_times(
 ) -> list[list[AlgorithmOption]]:
     """The options of layers, in which measured seconds replace estimated costs.
 
-    A layer counts as measured if its first option was measured. An option of such a layer that was not measured costs
-    its estimate, times the seconds of the first option over the estimate of the first option; an algorithm whose
-    kernels all failed is removed. In other layers, the median of these ratios converts estimates to seconds. If no
-    layer was measured, nothing changes.
+    A layer counts as measured if its first option was measured. If another option of such a layer was not measured, its
+    estimate is converted to seconds: by the ratio of the first option's seconds to the first option's estimate. An
+    algorithm whose kernels all failed is removed. In layers that were not measured, the median of these ratios converts
+    estimates to seconds. If no layer was measured, nothing changes.
     """
     ratios = [
         timed.seconds / layer[0].cost if (timed := measurements.get(layer[0].algorithm)) is not None else None
@@ -178,10 +179,11 @@ def _timed(layer: Sequence[AlgorithmOption], times: Times, ratio: float) -> list
 
 
 def _cheapest(layers: Sequence[Sequence[AlgorithmOption]], shares: float) -> list[AlgorithmOption]:
-    """One option for each layer, with little cost in all. Their shares of the error budget add up to at most `shares`.
+    """One option for each layer, with a small sum of costs. Their shares of the error budget add up to at most
+    `shares`.
 
-    At first each layer has its cheapest option. Then the option with the smallest increase of cost for each saved share
-    is taken, until the shares suffice (the greedy solution of the knapsack problem).
+    At first each layer has its cheapest option. Then one layer after another changes to the option with the smallest
+    increase of cost for each saved share, until the shares suffice (the greedy solution of the knapsack problem).
     """
     selected = [min(layer, key=lambda c: (c.cost, c.shares)) for layer in layers]
     while sum(c.shares for c in selected) > shares:
@@ -199,7 +201,8 @@ def _cheapest(layers: Sequence[Sequence[AlgorithmOption]], shares: float) -> lis
 
 
 def _price(now: AlgorithmOption, other: AlgorithmOption) -> float:
-    """By how much `other` costs more than `now`, for each share that it saves."""
+    """The additional cost of the option `other`, compared with `now`, for each share of the error budget that it
+    saves."""
     return (other.cost - now.cost) / (now.shares - other.shares)
 
 

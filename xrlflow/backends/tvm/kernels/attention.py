@@ -2,11 +2,11 @@
 
 The scores of a few rows stay in the cache between the two products, while separate operators move all scores through
 memory five times (Dao et al., FlashAttention, 2022; without its running maximum, since a row of scores fits into the
-cache). Each task packs the keys and values of its head into panels. The kernel reads q, k and v as they are stored and
-writes the result as the next operator reads it, so that the transpositions around the heads disappear. Both products
-have a tile of accumulators in vector registers (see `schedules`). A row is divided by its sum at the end. So if the sum
-of a row overflows, the result is infinite, where separate operators, which divide before the second product, give a
-number.
+cache). Each task (iteration of the parallel loop) packs the keys and values of its head into panels. The kernel reads
+q, k and v as they are stored and writes the result as the next operator reads it, so that the transpositions around the
+heads disappear. Both products have a tile of accumulators in vector registers (see `schedules`). A row of results is
+divided by the sum of its exponentials at the end. So a row of sums that overflows gives infinity. Separate operators
+divide before the second product, and give a number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _OPAQUE = 8  # relax's OpPatternKind: never fused
 _MOST_ROWS = 14
 # Rows whose distance is a multiple of a page share a set of an 8-way first-level cache.
 _PAGE, _WAYS = 4096, 8
-# Packing the keys and values of a head takes as long as this many tiles of rows (1.8 with 12 heads of 64 and 128 keys).
+# Packing the keys and values of a head takes as long as computing this many tiles of rows (1.8 with 12 heads of 64 and
+# 128 keys).
 _PACKING = 2
 
 
@@ -69,8 +70,8 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """A further operand of a step. Its shape broadcasts to that of the scores. `heads`: the dimensions that the scores
-    have before rows and columns in this step."""
+    """A further operand of a step, such as a mask. Its shape broadcasts to the shape of the scores. `heads`: the
+    dimensions that the scores have before rows and columns in this step."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -79,7 +80,7 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class ScoreStep:
-    """An operator between the products. An operand is None (the scores), a number, or an `Extra`."""
+    """An operator between the two products. An operand is None (the scores), a number, or an `Extra`."""
 
     operator: str
     operands: tuple[float | Extra | None, ...]
@@ -140,7 +141,8 @@ class AttentionBlocking:
 
 
 def best_blocking(workload: Attention, machine: Machine) -> AttentionBlocking:
-    """The blocking with the best estimate for both products together, as in `schedules.ratings`."""
+    """The blocking with the least estimated time of both products together. The estimate is like the one of
+    `schedules.ratings`."""
     lanes = machine.lanes
     value_lanes = next((n for n in _vectors(lanes) if workload.width % n == 0), lanes)
     paged = any(array.row_stride % _PAGE == 0 for array in (workload.q, workload.out))
@@ -176,7 +178,7 @@ def _whole(extent: int, step: int) -> int:
 
 
 def _cost(rows: int, vectors: int) -> float:
-    """The time of one step of a tile's reduction, for each vector of its columns."""
+    """The estimated time of one step of a tile's reduction, divided by the number of vectors of the tile's columns."""
     accumulators = rows * vectors
     busy = min(1.0, accumulators / 8)
     return rows / busy * (1.0 + 0.5 * (rows + vectors) / accumulators)
@@ -277,7 +279,7 @@ class _Head:
         first, exact = tile * blocking.rows, workload.rows % blocking.rows == 0
 
         def row(i: Any) -> Any:
-            """The row to read. After the last row, the last one is read again, and its result is not stored."""
+            """The row to read. Beyond the end, the last row is read again, and its result is not stored."""
             return first + i if exact else tirx.Min(first + i, tirx.const(workload.rows - 1, "int32"))
 
         def score(i: Any, n: Any, total: Any) -> None:
@@ -399,7 +401,7 @@ class _Head:
                     T.buffer_store(self._values, tirx.const(0.0, _FLOAT), [whole, n, e])
 
     def _softmax(self, i: Any, row: Any) -> None:
-        """Replace row i of the scores by exp(x - max), and set `over[i]` to one over their sum."""
+        """Replace row i of the scores by exp(x - max), and set `over[i]` to 1 / their sum."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -448,7 +450,7 @@ class _Head:
         T.buffer_store(self._over, tirx.const(1.0, _FLOAT) / reduced[0], [i])
 
     def _stepped(self, score: Any, row: Any, column: Any) -> Any:
-        """A score after all steps."""
+        """The value of a score after all steps between the products."""
         from tvm import tirx
 
         extras = iter(self._extras)
@@ -499,8 +501,8 @@ def _product(
     a: Callable[[Any, Any], Any], b: Callable[[Any, Any], Any], leave: Callable[[Any, Any, Any], None],
     needed: Callable[[Any], Any] | None = None,
 ) -> None:  # fmt: skip
-    """Compute a tile (rows, columns, lanes) of accumulators: the sums over r of a(i, r) b(r, n). `leave` stores them,
-    for those rows for which `needed` is true."""
+    """Compute a tile (rows, columns, lanes) of accumulators: the sums over r of a(i, r) b(r, n). `leave` stores the
+    sums of those rows for which `needed` is true."""
     from tvm import tirx
     from tvm.script.ir_builder import tirx as T
 

@@ -1,9 +1,10 @@
 """Inverted residuals as one kernel: expansion by 1x1, depthwise convolution, projection by 1x1.
 
 The expanded image is several times as large as the image, and does not fit in the core's caches if each convolution is
-a kernel of its own. Here a task takes a band (some rows of results), and some expanded channels at a time (a block): it
-expands the band's pixels, convolves them row by row, and adds the products of each row with the block's projection to
-the sums of the band. So expanded pixels stay in the second-level cache of a core.
+a kernel of its own. Here a task (iteration of the parallel loop) computes a band, which is a few rows of results. It
+handles a block of expanded channels at a time: it expands the band's pixels to these channels, convolves them row by
+row, multiplies each row with the block's projection, and adds the products to the sums of the band. So expanded pixels
+stay in the second-level cache of a core.
 
 Expansion or projection may be absent: then the workload is a depthwise convolution and one pointwise convolution.
 """
@@ -36,7 +37,8 @@ from xrlflow.backends.tvm.kernels.building import (
 from xrlflow.backends.tvm.kernels.steps import Step, extras_of, stepped
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
-# So many neighbouring pixels of the depthwise convolution are computed together, from the same loaded vectors.
+# The number of neighbouring pixels of the depthwise convolution that are computed together, from the same loaded
+# vectors.
 _PIXELS = 4
 
 
@@ -47,7 +49,7 @@ class ConvBlock:
     `image`, `middle`, `out`: [batch, row, column, channel] of the input, of the depthwise convolution's result, and of
     the result. `window`, `strides`: of the depthwise convolution. `top`, `left`: its rows and columns of zeros before
     the image. `expand`, `depthwise`, `project`: the steps after each convolution; None: there is no such convolution.
-    Steps of the first two only have operands that are numbers, or one number for each channel.
+    Extra operands of the steps after the first two convolutions are numbers, or one number for each channel.
     """
 
     image: tuple[int, ...]
@@ -63,7 +65,7 @@ class ConvBlock:
 
     @property
     def width(self) -> int:
-        """The columns of an expanded row with its borders."""
+        """The number of columns of an expanded row with its borders."""
         return (self.middle[2] - 1) * self.strides[1] + self.window[1]
 
 
@@ -77,9 +79,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class BandBlocking:
-    """How a kernel is blocked. `expand`, `project`: the tiles of the two products. `block`: the number of expanded
-    channels at a time, a multiple of the columns of `expand`. `band`: the rows of results of a task. `parts`: the
-    number of tasks among which the channels of a band are divided; their sums are added afterwards."""
+    """The blocking of a kernel for an inverted residual. `expand`, `project`: the tiles of the two products. `block`:
+    the number of expanded channels at a time, a multiple of the columns of `expand`. `band`: the number of rows of
+    results that a task computes. `parts`: the number of tasks among which the expanded channels of a band are divided;
+    their sums are added up afterwards."""
 
     expand: Tile
     project: Tile
@@ -89,7 +92,7 @@ class BandBlocking:
     parts: int = 1
 
     def rows(self, workload: ConvBlock) -> int:
-        """The expanded rows of a band."""
+        """The number of expanded rows from which a band is computed."""
         return (self.band - 1) * workload.strides[0] + workload.window[0]
 
     def blocks(self, workload: ConvBlock) -> int:
@@ -99,7 +102,7 @@ class BandBlocking:
         return -(-workload.middle[1] // self.band)
 
     def panels(self, workload: ConvBlock) -> int:
-        """The panels of the projection."""
+        """The number of panels of the projection's weights."""
         return -(-workload.out[3] // self.project.columns)
 
 
@@ -127,7 +130,7 @@ def packed_projection(
 def by_channel(
     values: npt.NDArray[np.float32], workload: ConvBlock, blocking: BandBlocking
 ) -> npt.NDArray[np.float32]:
-    """Values whose last dimension are the expanded channels, padded with zeros to full blocks."""
+    """Values, one for each expanded channel along the last dimension, padded with zeros to full blocks of channels."""
     return _padded(values, values.ndim - 1, blocking.blocks(workload) * blocking.block)
 
 
@@ -140,7 +143,7 @@ def _padded(array: npt.NDArray[np.float32], axis: int, size: int) -> npt.NDArray
 @dataclass(frozen=True, slots=True)
 class _Stage:
     """One convolution in a kernel: its weights (None if there is no such convolution), its steps, and the buffers of
-    their extras."""
+    their extra operands."""
 
     weights: Any | None
     steps: tuple[Step, ...]
@@ -148,10 +151,11 @@ class _Stage:
 
 
 def kernel(workload: ConvBlock, blocking: BandBlocking) -> Any:
-    """The PrimFunc with parameters image, for each convolution its weights and the extras of its steps, and result.
+    """The PrimFunc with these parameters: the image; for each convolution its weights and the extra operands of its
+    steps; the result.
 
-    Weights are `packed_expansion`, `by_channel` [row, column, channel] and `packed_projection`; extras of the first two
-    convolutions are `by_channel`.
+    Weights are `packed_expansion`, `by_channel` [row, column, channel] and `packed_projection`; extra operands of the
+    first two convolutions are `by_channel`.
     """
     tvm()
     from tvm.script.ir_builder import IRBuilder
@@ -218,7 +222,8 @@ def _stage(workload: ConvBlock, blocking: BandBlocking, name: str) -> _Stage:
 
 
 class _Band:
-    """Writes the loops of one task into the function that is being built."""
+    """Writes the loops of one task, which computes a few rows of results (a band), into the function that is being
+    built."""
 
     def __init__(
         self,
@@ -306,7 +311,8 @@ class _Band:
                     clear(row, range(workload.left + width, workload.width))
 
     def _rows_of_image(self, first: Any, body: Callable[[Any, Any], None]) -> None:
-        """Call `body` for each row of the band that lies in the image, with its number in the band and in the image."""
+        """Call `body` for each expanded row of the task that lies in the image, with the row's number in the task and
+        in the image."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -318,12 +324,12 @@ class _Band:
 
     @property
     def _used(self) -> int:
-        """The columns of the image that are read. There are none if the border on the left is wider than all that is
-        read."""
+        """The number of the image's columns that are read. It is 0 if the border on the left is wider than all columns
+        that are read."""
         return max(0, min(self._workload.image[2], self._workload.width - self._workload.left))
 
     def _copy(self, image: Any, first: Any, block: Any) -> None:
-        """Copy the pixels of a block of channels, with borders."""
+        """Copy the task's pixels of a block of channels, with borders of zeros."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
@@ -346,7 +352,7 @@ class _Band:
         self._rows_of_image(first, one)
 
     def _expand(self, image: Any, first: Any, block: Any) -> None:
-        """Expand the pixels of a band to a block of channels, with borders."""
+        """Expand the task's pixels to a block of channels, with borders of zeros."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking, stage = self._workload, self._blocking, self._expansion
@@ -375,7 +381,7 @@ class _Band:
             self._rows_of_image(first, one)
 
     def _convolve(self, image: Any, first: Any, block: Any, part: Any, more: bool) -> None:
-        """Convolve the rows of a band, and multiply each row with the projection at once."""
+        """Convolve the task's rows, and multiply each row with the projection while it is in the cache."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
@@ -384,7 +390,7 @@ class _Band:
             def one() -> None:
                 row_index = [image, first + row]
                 with T.serial(0, blocking.block // blocking.lanes) as v:
-                    # Without a projection, nothing may be stored after the last channel.
+                    # If there is no projection, nothing may be stored beyond the last channel.
                     exact = workload.project is not None or workload.middle[3] % blocking.block == 0
                     channel = block * blocking.block + v * blocking.lanes
                     where(
@@ -403,7 +409,7 @@ class _Band:
     def _filter(
         self, row: Any, x: Any, count: int, vector_index: tuple[Any, Any], row_index: Sequence[Any]
     ) -> None:
-        """Some pixels of a row of the depthwise convolution, for one vector of a block's channels."""
+        """Compute some pixels of a row of the depthwise convolution, for one vector of a block's channels."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking, stage = self._workload, self._blocking, self._depthwise
@@ -432,7 +438,8 @@ class _Band:
                 T.buffer_store(self._row, self._zero_beyond(done, channel), [x + n, within])
 
     def _zero_beyond(self, value: Any, channel: Any) -> Any:
-        """A vector with zeros after the last channel. Without them, infinity times a weight of 0 would be NaN there."""
+        """The vector `value`, with zeros in the lanes after the last channel. Without these zeros, infinity times a
+        weight of 0 would give NaN in these lanes."""
         from tvm import tirx
 
         workload, lanes = self._workload, self._blocking.lanes
@@ -465,12 +472,11 @@ class _Band:
             tiles(workload.out[2], blocking.project.rows, tile)
 
     def add_up(self, image: Any, y: Any) -> None:
-        """A row of results from the sums of all parts."""
+        """Store a row of results, which are the sums of all parts added up."""
         self._leave(image, y, None)
 
     def _leave(self, image: Any, y: Any, row: Any | None) -> None:
-        """Store a row of results, from the sums in `row` of the band, or from the sums of all parts if `row` is
-        None."""
+        """Store a row of results: the task's own sums in its row `row`, or, if `row` is None, the sums of all parts."""
         from tvm.script.ir_builder import tirx as T
 
         workload, stage = self._workload, self._projection

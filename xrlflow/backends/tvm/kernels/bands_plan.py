@@ -1,4 +1,4 @@
-"""Chooses the blockings of kernels in bands, by estimated time."""
+"""Chooses the blockings of kernels for inverted residuals (see `bands`), by estimated time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 # This many accumulators keep the multipliers busy.
 _BUSY = 10
 _MOST_ROWS, _MOST_VECTORS, _MOST_BLOCK = 14, 4, 96
-# The kernel writes out all taps, up to the first number. For images of at most `_FEW_PIXELS`, products in a kernel of
-# their own have poor tiles.
+# The kernel unrolls the loop over all taps, of which there may be at most the first number. For images of at most
+# `_FEW_PIXELS` pixels, pointwise convolutions in kernels of their own have poor tiles.
 _MOST_TAPS, _FEW_PIXELS = 49, 256
 # An expansion sums all channels of a pixel in one accumulator, while the direct kernel sums in chunks. With more terms
-# it rounds more. (Error over ONNX Runtime's, positive pixels: up to 256 terms 0.9 to 1.2, 384 1.4 to 1.5, 512 1.6 to
-# 1.7.)
+# than this, it rounds more. (Error divided by ONNX Runtime's, for positive pixels: 0.9 to 1.2 up to 256 terms, 1.4 to
+# 1.5 with 384 terms, 1.6 to 1.7 with 512 terms.)
 _MOST_TERMS = 256
-# Times in multiply-adds of vectors: a step on a vector; such a step with a function; storing and loading a vector of
-# sums; a vector that has left the second-level cache; a vector of weights from the third-level cache.
+# Times in multiply-adds of vectors: a step on a vector; a step that calls a function; storing and loading a vector of
+# sums; reading a vector that has left the second-level cache; reading a vector of weights from the third-level cache.
 _STEP, _FUNCTION, _SUM, _SPILLED, _FAR = 2.0, 30.0, 2.0, 10.0, 1.0
 
 
@@ -75,7 +75,7 @@ def terms(workload: ConvBlock, blocking: BandBlocking, machine: Machine) -> dict
     """The parts of `cost`."""
     lanes, rows = blocking.lanes, blocking.rows(workload)
     tasks = workload.out[0] * blocking.bands(workload) * blocking.parts
-    # All rows of the last band may lie below the image.
+    # Every task counts with all its rows, even if rows of the last task lie below the image.
     shares = -(-tasks // machine.cores) * -(-blocking.blocks(workload) // blocking.parts)
     vectors = blocking.block // lanes
     width, out = workload.image[2], workload.out[2]
@@ -115,13 +115,13 @@ def terms(workload: ConvBlock, blocking: BandBlocking, machine: Machine) -> dict
 
 
 def _steps(steps: tuple[Step, ...]) -> float:
-    """The time for the steps on a vector, and for storing it."""
+    """The estimated time for the steps on a vector and for storing this vector, in multiply-adds of vectors."""
     return 1.0 + math.fsum(_FUNCTION if step.operator == "relax.sigmoid" else _STEP for step in steps)
 
 
 def _product(width: int, columns: int, channels: int, tile: Tile, lanes: int) -> float:
-    """The time for the products of a row of pixels with panels. With fewer than `_BUSY` accumulators, multiplications
-    wait for one another."""
+    """The estimated time for the products of a row of pixels with panels of weights, in multiply-adds of vectors. With
+    fewer than `_BUSY` accumulators, multiplications wait for one another."""
     vectors = tile.columns // lanes
     whole, remainder = divmod(width, tile.rows)
     pieces = [(tile.rows, whole)] + ([(remainder, 1)] if remainder else [])
@@ -134,11 +134,11 @@ def _product(width: int, columns: int, channels: int, tile: Tile, lanes: int) ->
 
 
 def gains(workload: ConvBlock, machine: Machine) -> bool:
-    """Whether one kernel is usually faster than one for each convolution.
+    """Whether one fused kernel is usually faster than one kernel for each convolution.
 
-    Measured on Zen 3, with 1 and 2 threads: with an expansion, one kernel was 1.04 to 1.6 times as fast; for a
-    depthwise convolution and a projection alone, 0.84 to 0.99 times at 112x112 and 56x56, and 1.03 to 1.18 times at
-    14x14 and 7x7.
+    Measured on Zen 3, with 1 and 2 threads: with an expansion, the fused kernel was 1.04 to 1.6 times as fast; for a
+    depthwise convolution and a projection without an expansion, 0.84 to 0.99 times at 112x112 and 56x56, and 1.03 to
+    1.18 times at 14x14 and 7x7.
     """
     return possible(workload, machine) and (
         workload.expand is not None or math.prod(workload.middle[1:3]) <= _FEW_PIXELS
@@ -146,7 +146,7 @@ def gains(workload: ConvBlock, machine: Machine) -> bool:
 
 
 def possible(workload: ConvBlock, machine: Machine) -> bool:
-    """Whether there may be one kernel: it must not round much more than one for each convolution."""
+    """Whether one kernel may compute the workload: it must not round much more than one kernel for each convolution."""
     if workload.middle[3] < machine.lanes or math.prod(workload.window) > _MOST_TAPS:
         return False
     return workload.expand is None or workload.image[3] <= _MOST_TERMS

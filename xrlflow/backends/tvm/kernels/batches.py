@@ -19,7 +19,7 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 _MOST_ROWS = 14
-# Multiply-adds that take as long as loading a number, and a vector.
+# The time to load and broadcast a number, and to load a vector, in multiply-adds.
 _BROADCAST, _VECTOR = 0.6, 0.9
 
 
@@ -48,7 +48,7 @@ class BatchedProduct:
 
 @dataclass(frozen=True, slots=True)
 class BatchBlocking:
-    """A tile of accumulators: `rows`, and at most `vectors` vectors of `lanes` columns."""
+    """A tile of accumulators: `rows` rows, each with at most `vectors` vectors of `lanes` columns."""
 
     rows: int
     vectors: int
@@ -65,7 +65,7 @@ class BatchBlocking:
 
 
 def blockings(workload: BatchedProduct, machine: Machine) -> Iterator[BatchBlocking]:
-    """The tiles to choose from. There are none if a vector is longer than a row."""
+    """The tiles to choose from. No tile is returned if a vector is longer than a row."""
     for lanes in {machine.lanes, machine.lanes // 2} if machine.in_halves else {machine.lanes}:
         for rows in range(1, min(_MOST_ROWS, workload.rows) + 1):
             for vectors in range(1, min(8, -(-workload.columns // lanes)) + 1):

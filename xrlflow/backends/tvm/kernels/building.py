@@ -25,7 +25,7 @@ def pieces(extent: int, lanes: int) -> list[tuple[int, int]]:
 
 def along(extent: int, lanes: int, body: Callable[[Any, int], None]) -> None:
     """Call `body` for each piece (start, length) of `extent`: in a loop over full vectors, then for the shorter
-    ones."""
+    vectors."""
     from tvm.script.ir_builder import tirx as T
 
     whole = extent // lanes
@@ -104,8 +104,8 @@ def product(
 ) -> None:  # fmt: skip
     """Compute a tile (rows, columns, lanes) of accumulators: the sums over r of a(i, r) b(r, n).
 
-    `leave` stores results: it gets a row, the first column of a vector, and the sums of that vector. `ahead` is called
-    for each r, to prefetch.
+    `leave` stores results: it gets a row, the first column of a vector, and the sums of this vector. `ahead` is called
+    for each r, to prefetch what is read later.
     """
     from tvm import tirx
     from tvm.script.ir_builder import tirx as T

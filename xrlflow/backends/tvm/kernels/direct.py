@@ -1,13 +1,13 @@
 """Direct convolutions as one kernel: grouped, depthwise, dilated, with few channels, of one to three dimensions.
 
-A vector holds the results of several groups if their output channels fit into it. The factors of these results are then
-a shuffle of a vector of the image: one shuffle for the first input channel of each group, one for the second, and so
-on. Each shuffle serves all taps along a row. If a group has more output channels, its pixels are broadcast, as in a
-product.
+A vector holds the results of several groups if their output channels fit into it. The pixels that these results
+multiply with their weights are then a shuffle of a vector of the image: one shuffle has the first input channel of each
+group, one the second channel, and so on. Each shuffle serves all taps along a row. If a group has more output channels,
+its pixels are broadcast, as in a product.
 
-A task takes a band of rows of results and the channels of one vector (or group). It copies the rows that it reads, with
-their borders of zeros, into a buffer that stays in a core's cache. Then it computes a tile of neighbouring pixels at a
-time, whose sums stay in vector registers.
+A task (iteration of the parallel loop) computes a band, which is a few rows of results, for the channels of one vector
+(or group). It copies the rows that it reads, with their borders of zeros, into a buffer that stays in a core's cache.
+Then it computes a tile of neighbouring pixels at a time, whose sums stay in vector registers.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 # Longer sums are added up in parts, one for each row of the window: rounding errors grow with the number of terms.
 _CHUNK = 192
 _MOST_PIXELS, _MOST_VECTORS, _MOST_SPANS = 14, 4, 64
-# For several groups together, products are written out for all channels and taps, if these are no more than this.
+# If a vector holds several groups, the loops over channels and over the taps of a row are unrolled. Together they may
+# have at most this many iterations.
 _MOST_WRITTEN = 64
-# This kernel is chosen for depthwise convolutions with so many taps or more, and for so few input channels: see
-# `gains`.
+# This kernel is chosen for depthwise convolutions with at least the first number of taps, and for convolutions with at
+# most the second number of input channels: see `gains`.
 _MANY_TAPS, _FEW_CHANNELS = 49, 2
-# So many accumulators keep the multipliers busy.
+# This many accumulators keep the multipliers busy.
 _BUSY = 8
-# Times in multiply-adds of vectors: copying a vector into the band; storing a vector of results.
+# Times in multiply-adds of vectors: copying a vector of the image into the task's buffer; storing a vector of results.
 _COPY, _LEAVE = 2.5, 4.0
-# Bytes of the first-level cache. How many times longer it takes to read what has left the first-level cache, and the
-# second-level cache; and to copy parts of pixels that another core has written.
+# Bytes of the first-level cache, and three factors of time: for reading what has left the first-level cache, for
+# reading what has left the second-level cache, and for copying parts of pixels that another core has written.
 _FIRST_LEVEL, _SECOND, _SPILLED, _SCATTERED = 24 << 10, 1.4, 4.0, 2.0
 
 
@@ -115,11 +116,12 @@ def _space(shape: Sequence[int]) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class DirectBlocking:
-    """How a kernel is blocked.
+    """The blocking of a direct convolution.
 
     A tile has `pixels` x `vectors` vectors of `lanes` results. `together`: the number of groups whose results one
-    vector holds; 1: a vector has results of one group. `band`, `span`: the rows and the columns of results of a task;
-    the span is the full width or a multiple of `pixels`. `shared`: a pixel is loaded once for all taps along a row.
+    vector holds; 1: a vector has results of one group. `band`, `span`: the numbers of rows and of columns of results
+    that a task computes; the span is the full width or a multiple of `pixels`. `shared`: a pixel is loaded once for all
+    taps along a row.
     """
 
     lanes: int
@@ -131,19 +133,20 @@ class DirectBlocking:
     shared: bool
 
     def units(self, workload: Convolution) -> int:
-        """The number of parts of the channels. Tasks of each part copy their pixels."""
+        """The number of units into which the groups are divided. A task computes one unit, and copies the pixels of its
+        channels."""
         return -(-workload.groups // self.together)
 
     def panels(self, workload: Convolution) -> int:
-        """The panels of weights of a unit."""
+        """The number of panels of weights of a unit (see `units`)."""
         return 1 if self.together > 1 else -(-workload.columns // (self.vectors * self.lanes))
 
     def rows(self, workload: Convolution) -> int:
-        """The rows of the image that a band reads."""
+        """The number of rows of the image that a task reads."""
         return (self.band - 1) * workload.strides[1] + (workload.window[1] - 1) * workload.dilations[1] + 1
 
     def width(self, workload: Convolution) -> int:
-        """The columns of the image that a span reads."""
+        """The number of columns of the image that a task reads."""
         return (self.span - 1) * workload.strides[2] + (workload.window[2] - 1) * workload.dilations[2] + 1
 
     def bands(self, workload: Convolution) -> int:
@@ -153,7 +156,7 @@ class DirectBlocking:
         return -(-workload.results[2] // self.span)
 
     def slot(self, workload: Convolution) -> int:
-        """The number of floats to which a pixel is copied."""
+        """The number of floats of a pixel in the buffer into which a task copies its part of the image."""
         return self.lanes if self.together > 1 else workload.channels
 
     def numbers(self, workload: Convolution) -> dict[str, int]:
@@ -200,8 +203,8 @@ def _together(workload: Convolution, lanes: int) -> int:
 
 
 def _lanes(workload: Convolution, machine: Machine) -> list[int]:
-    """The lengths of vectors to choose from: the machine's, and shorter ones that need no more vectors. On a machine
-    that computes in halves, half the length, too."""
+    """The lengths of vectors to choose from: the machine's length, and shorter lengths with which no more vectors are
+    needed. On a machine that computes in halves, half the length, too."""
 
     def vectors(lanes: int) -> int:
         together = _together(workload, lanes)
@@ -216,7 +219,8 @@ def _lanes(workload: Convolution, machine: Machine) -> list[int]:
 
 
 def _spans(workload: Convolution, pixels: int) -> list[int]:
-    """The widths of spans to choose from. If there are several rows, only these are divided among tasks."""
+    """The widths of spans to choose from. If there are several rows of results, only rows are divided among tasks, and
+    the only span is a full row."""
     width = workload.results[2]
     if workload.results[1] > 1:
         return [width]
@@ -262,7 +266,7 @@ def task_cost(workload: Convolution, blocking: DirectBlocking, machine: Machine)
 
 
 def _reads(workload: Convolution, blocking: DirectBlocking, pixels: int) -> float:
-    """The number of vectors that are read for one channel and one row of the window."""
+    """The number of vectors that a tile reads for one channel and one row of the window."""
     weights = workload.window[2] * blocking.vectors
     if blocking.shared:
         return weights + len(_columns(workload, pixels))
@@ -281,9 +285,9 @@ def _columns(workload: Convolution, pixels: int) -> list[tuple[int, list[tuple[i
 def gains(workload: Convolution, machine: Machine) -> bool:
     """Whether this kernel is faster than a product for each tap (measured on Zen 4).
 
-    It is 1.1 to 2 times as fast for groups whose channels do not fill a vector, 1.2 to 1.6 times for depthwise ones of
-    7x7 (5x5: 1.0), 2 times for few output channels, 1.4 times for one input channel, and 1.02 to 1.05 times for dilated
-    ones and those of one or three dimensions.
+    It is 1.1 to 2 times as fast for groups whose channels do not fill a vector, 1.2 to 1.6 times for depthwise
+    convolutions of 7x7 (5x5: 1.0), 2 times for few output channels, 1.4 times for one input channel, and 1.02 to 1.05
+    times for convolutions that are dilated or have one or three dimensions.
     """
     taps = math.prod(workload.window)
     if taps == 1 and workload.groups == 1:
@@ -367,7 +371,8 @@ def kernel(workload: Convolution, blocking: DirectBlocking) -> Any:
 
 
 class Band:
-    """Writes the loops of one task into the function that is being built."""
+    """Writes the loops of one task, which computes a few rows of results (a band), into the function that is being
+    built."""
 
     def __init__(
         self,
@@ -392,7 +397,7 @@ class Band:
         self._done = T.alloc_buffer((len(workload.steps) + 1, blocking.lanes), FLOAT, scope=LOCAL)
 
     def write(self, batch: Any, first: Sequence[Any], unit: Any) -> None:
-        """Write the results from this (depth, row, column) on."""
+        """Write the loops that compute the task's results, which begin at `first` (depth, row, column)."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
@@ -406,7 +411,7 @@ class Band:
             )
 
     def _row(self, first: Sequence[Any], row: Any, unit: Any, panel: Any) -> None:
-        """Write a row of results."""
+        """Write the loop that computes a row of results."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
@@ -426,7 +431,7 @@ class Band:
                 where(first[2] + x == workload.results[2] - remainder, lambda: tile(x, remainder))
 
     def _copy(self, first: Sequence[Any], unit: Any) -> None:
-        """Copy the pixels that are read, with zeros outside the image."""
+        """Copy the pixels that the task reads into its buffer, with zeros outside the image."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -490,13 +495,13 @@ class Band:
             with T.Then():
                 some(blocking.lanes)
             with T.Else():
-                # In the units after these, the pixel has at least this many channels.
+                # In the later units, less than a full vector is left of the pixel: only its channels are copied.
                 for late in range(whole, units):
                     where(unit == late, partial(some, min(step, workload.image[-1] - late * step)))
 
     def _tile(self, at: Sequence[Any], row: Any, x: Any, count: int, which: Sequence[Any]) -> None:
-        """Write neighbouring results of a row for one panel of a unit. They begin `x` columns after the first of the
-        span."""
+        """Compute `count` neighbouring results of a row for one panel of a unit. They begin `x` columns after the
+        task's first column."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
@@ -514,7 +519,7 @@ class Band:
             ]
 
             def part(start: Any, length: int) -> None:
-                """Add the products with some channels."""
+                """Add the products of `length` channels, from channel `start` on, to the sums."""
                 sums = self._part if in_parts else self._sums
                 if in_parts:
                     self._start(sums, count)
@@ -523,13 +528,13 @@ class Band:
                     for index in self._vectors(count):
                         T.buffer_store(self._sums, self._sums[index] + sums[index], list(index))
 
-            # All channels, or so many that the sum has few terms.
+            # All channels, or as many as keep the sum of one chunk short.
             channels = workload.channels if blocking.together > 1 else max(1, _CHUNK // across)
             tiles(workload.channels, min(workload.channels, channels), part)
         self._leave(at, count, *which)
 
     def _vectors(self, count: int) -> list[tuple[Any, Any]]:
-        """The indices of the vectors of sums."""
+        """The indices of the vectors of sums, as (pixel, vector) in a tile of `count` pixels."""
         lanes = self._blocking.lanes
         return [
             (number(n), ramp(number(v * lanes), lanes))
@@ -573,7 +578,7 @@ class Band:
                 self._add(sums, n, value, factors)
 
     def _taps(self, sums: Any, count: int, which: Sequence[Any], pixel: Callable[[int], Any]) -> None:
-        """Add the products of one channel with all taps along a row."""
+        """Add the products of one channel with all taps along a row of the window to the sums."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
@@ -600,7 +605,8 @@ class Band:
             T.buffer_store(sums, sums[tuple(index)] + value * factor, index)
 
     def _shuffled(self, source: Any, begin: Any, channel: int, column: int) -> Any:
-        """A vector with the value of this input channel of each result's group, for results of several groups."""
+        """A vector with one pixel's value for each result: the value of input channel `channel` of the result's
+        group."""
         from tvm import tirx
 
         workload, lanes = self._workload, self._blocking.lanes
@@ -611,7 +617,8 @@ class Band:
         return tirx.Shuffle([vector], [number(n) for n in order])
 
     def _leave(self, at: Sequence[Any], count: int, unit: Any, panel: Any) -> None:
-        """Store the results after the steps. The last unit, and the last panel of a group, may have fewer of them."""
+        """Store the results after the steps. The last unit, and the last panel of a group, may have fewer results than
+        others."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking

@@ -1,7 +1,7 @@
 """A depthwise convolution and the normalisation of its channels (LayerNormalization) as one kernel.
 
-A task computes a band of rows as in `direct`, one vector of channels after the other, and stores the results. Then it
-normalises these results pixel by pixel, while they are still in its core's caches.
+A task (iteration of the parallel loop) computes a few rows as in `direct`, one vector of channels after the other, and
+stores the results. Then it normalises these results pixel by pixel, while they are still in its core's caches.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from xrlflow.backends.tvm.kernels.steps import extras_of
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# The channels of a pixel are summed in so many accumulators. With fewer, additions would wait for one another, and
-# round more.
+# The channels of a pixel are summed in this many accumulators. With fewer accumulators, additions would wait for one
+# another, and round more.
 _SUMS = 4
 # The time to normalise a vector, in multiply-adds of vectors: in this kernel, and in a kernel of its own, which reads
 # results that another core may have written.
 _HERE, _APART = 8.0, 14.0
-# The busiest core may have so many times its share of the rows. (7 rows on two cores are slower than two kernels.)
+# The busiest core may have at most this many times its share of the rows. (7 rows on two cores are slower than two
+# kernels.)
 _UNEVEN = 1.1
-# The kernel writes out all taps, up to this number.
+# The kernel unrolls the loop over all taps, of which there may be at most this many.
 _MOST_TAPS = 49
 
 
 def best_blocking(workload: Convolution, machine: Machine) -> DirectBlocking | None:
-    """The blocking with the least estimated time; None if two kernels are faster, because they divide channels among
-    cores, too."""
+    """The blocking with the least estimated time; None if two separate kernels are faster, because these also divide
+    channels among cores."""
     if (
         not is_depthwise(workload)
         or workload.out[3] < machine.lanes
@@ -138,7 +139,7 @@ def kernel(workload: Convolution, blocking: DirectBlocking, epsilon: float) -> A
 
 
 class _Pixel:
-    """Writes the normalisation of pixels, which replaces their values."""
+    """Writes the loops that normalise pixels in place."""
 
     def __init__(self, out: Any, scale: Any, bias: Any, lanes: int) -> None:
         from tvm.script.ir_builder import tirx as T
@@ -175,12 +176,12 @@ class _Pixel:
         return value if lanes == 1 else tirx.Broadcast(value, lanes)
 
     def _distance(self, value: Any) -> Any:
-        """A value without the mean."""
+        """The value minus the mean."""
         return value - self._spread(self._moments[number(0)], lanes_of(value))
 
     def _vectors(self, body: Callable[[Any, int], None]) -> None:
         """Call `body` for each vector of a pixel, with the number of the accumulator to which it belongs: for all full
-        ones, then for the shorter ones at the end."""
+        vectors, then for the shorter vectors at the end."""
         lanes = self._lanes
 
         def some(start: Any, count: int) -> None:
@@ -212,7 +213,7 @@ class _Pixel:
 
 
 def _total(vector: Any, lanes: int) -> Any:
-    """The sum of a vector's lanes. One half is added to the other until one lane is left."""
+    """The sum of a vector's lanes. The two halves of the vector are added until one lane remains."""
     from tvm import tirx
     from tvm.script.ir_builder import tirx as T
 

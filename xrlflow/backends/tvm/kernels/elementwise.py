@@ -13,8 +13,8 @@ from xrlflow.backends.tvm.toolchain.reading import constant, sizes
 def legal_power(builder: Any, call: Any) -> Any | None:
     """A kernel for a power in half or single precision; None for other types.
 
-    Powers that are not computed as products are kernels of their own. They have many variables, and TVM substitutes
-    each of them if another function is computed of the result: compilation would take minutes, or fail.
+    Powers that are not computed as products are kernels of their own. Such a power has many variables. If it were fused
+    with another function, TVM would substitute each of them, and compilation would take minutes, or fail.
     """
     from tvm import te, tirx, topi
 
@@ -73,7 +73,8 @@ def celu(node: Imported) -> Any:
 
 
 def normalized(node: Imported) -> Any:
-    """LpNormalization: x divided by its norm along an axis. The result is zero if the norm is, as in ONNX Runtime."""
+    """LpNormalization: x divided by its norm along an axis. If the norm is zero, the result is zero, as in ONNX
+    Runtime."""
     from tvm import relax
 
     x, axis = node.inputs[0], int(node.attributes.get("axis", -1))

@@ -29,7 +29,8 @@ Blocking: TypeAlias = (
 )
 Floats: TypeAlias = npt.NDArray[np.float32]
 
-# The least number of channels, on either side, for Winograd's algorithms. With fewer, there is little to multiply.
+# The least number of channels, on either side, for Winograd's algorithms. With fewer channels, there is little to
+# multiply.
 _CHANNELS = 16
 
 
@@ -50,7 +51,8 @@ class Algorithm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """An algorithm, and the blocking of its kernel. For TILES it may be None: the blocking of the heuristic."""
+    """An algorithm, and the blocking of its kernel. For TILES the blocking may be None, which means the heuristic's
+    blocking."""
 
     algorithm: Algorithm
     blocking: Blocking | None = None
@@ -66,7 +68,8 @@ class KernelChoice:
 
     @staticmethod
     def stored(text: str) -> KernelChoice | None:
-        """The choice of a record; None if another version of the program wrote something else."""
+        """The choice that a stored text describes; None if another version of the program wrote a text that this
+        version cannot read."""
         try:
             name, values = json.loads(text)
             algorithm = Algorithm(name)
@@ -85,8 +88,8 @@ class KernelChoice:
 
 
 def is_typed(blocking: Any) -> bool:
-    """Whether the fields of a blocking from a store are of their declared types. (2.0 and true equal the numbers of a
-    blocking, but cannot be sizes of loops.)"""
+    """Whether the fields of a blocking from a store have their declared types. (2.0 and true are equal to the integers
+    2 and 1, but cannot be extents of loops.)"""
     values = [(field.type, getattr(blocking, field.name)) for field in fields(blocking)]
     return all(
         type(value).__name__ == kind and (not is_dataclass(value) or is_typed(value))
@@ -104,8 +107,8 @@ def is_product(workload: LayerWorkload) -> bool:
 
 
 def multiplies_less(workload: LayerWorkload) -> bool:
-    """Whether there are algorithms with fewer multiplications for a layer: for 3x3 convolutions without stride and
-    dilation."""
+    """Whether an algorithm with fewer multiplications (Winograd's) can compute a layer: a 3x3 convolution without
+    stride and dilation."""
     if isinstance(workload, products.Product):
         return False
     plain = workload.window == (1, 3, 3) and math.prod(workload.strides) == math.prod(workload.dilations) == 1
@@ -113,7 +116,7 @@ def multiplies_less(workload: LayerWorkload) -> bool:
 
 
 def product_of(workload: LayerWorkload) -> products.Product:
-    """The workload of a product, or of a pointwise convolution as a product."""
+    """A product, or a pointwise convolution, as the workload of a matrix product."""
     return (
         workload
         if isinstance(workload, products.Product)
@@ -151,7 +154,7 @@ class KernelBlocking(Protocol):
     def numbers(self, workload: Any, /) -> dict[str, int]:
         """The knobs of the blocking (`tuning.space.KNOBS`): the rows and vectors of a tile; the lanes of a vector; the
         number of blocks into which a core divides its rows; the number of parts into which columns are divided; whether
-        weights are fetched `ahead`; and an `order`."""
+        weights are fetched `ahead`; and `order`, whose meaning depends on the algorithm."""
 
 
 WorkloadT = TypeVar("WorkloadT", contravariant=True)
@@ -174,13 +177,13 @@ class Kernel(Protocol[WorkloadT, BlockingT]):
         """Weights in the order in which the kernel reads them."""
 
     def kernel(self, workload: WorkloadT, blocking: BlockingT, /) -> Any:
-        """The PrimFunc with parameters image, weights (`packed`), the extras of the steps, and result."""
+        """The PrimFunc with parameters image, weights (`packed`), the extra operands of the steps, and result."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKernel(Generic[WorkloadT, BlockingT]):
-    """A kernel for all layers that `fits` admits. `name`: the name of its functions. `convert` maps a layer to the
-    workload of the kernel. For the methods see `Kernel`."""
+    """The generated kernel of an algorithm, for all layers that `fits` admits. `name`: the name of the kernel's
+    functions. `convert` maps a layer to the workload of the kernel. For the methods see `Kernel`."""
 
     name: str
     kernel: Kernel[WorkloadT, BlockingT]
@@ -225,7 +228,7 @@ KERNELS: Mapping[Algorithm, LayerKernel[Any, Any]] = MappingProxyType(
         },
     }
 )
-"""The generated kernels. TILES are schedules of TVM's loops instead (see `fusion.tiles`)."""
+"""The generated kernels. The algorithm TILES has no entry: it schedules TVM's loops (see `fusion.tiles`)."""
 
 
 def tiles_cost(workload: LayerWorkload, machine: Machine) -> float:

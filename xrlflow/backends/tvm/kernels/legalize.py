@@ -83,7 +83,8 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
 
 
 def _pick(name: str, *makes: Callable[[Any, Any], Any | None]) -> Callable[[Any, Any], Any]:
-    """A function that gives a call the first kernel that `makes` have for it, and TVM's if they have none."""
+    """A function that returns the kernel for a call: the first that one of the functions `makes` returns, or TVM's
+    default if all return None. `name`: the operator."""
 
     def legal(builder: Any, call: Any) -> Any:
         results = (make(builder, call) for make in makes)
@@ -103,7 +104,7 @@ def _legal_relu(builder: Any, call: Any) -> Any:
 
 
 def relu(x: Any) -> Any:
-    """max(0, x), which is NaN for NaN. TVM's own max(x, 0) is 0 then: its result is the second operand unless the first
+    """max(0, x), which is NaN for NaN. TVM's own max(x, 0) is 0 for NaN: it returns the second operand unless the first
     one is greater."""
     from tvm import te, tirx
 
@@ -128,7 +129,7 @@ def _last_axes(x: Any, axes: Any | None) -> list[int] | None:
 
 
 def _first_part(along: int, lanes: int) -> int:
-    """The length of the first of the two parts of a row; 0 if the row is reduced at once."""
+    """The length of the first of the two parts of a row; 0 if the row is reduced in one part."""
     return 0 if along < 2 * lanes or partial_lanes(along, lanes) else along // lanes * lanes
 
 
@@ -232,12 +233,13 @@ def layer_norm(x: Any, scale: Any, bias: Any, axes: Sequence[int], epsilon: floa
 
 
 def _first(indices: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
-    """The index of a reduction's result for an element, if the reduced axes are kept with size 1."""
+    """For the index of an element, the index of the result of its row's reduction. Reduced axes remain with size 1."""
     return tuple(0 if axis in axes else i for axis, i in enumerate(indices))
 
 
 def _rows(x: Any, axes: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """The index of a reduction's result for an element, if the reduced axes are removed."""
+    """A function that maps the index of an element to the index of the result of its row's reduction. Reduced axes are
+    removed."""
     return lambda indices: tuple(indices[axis] for axis in range(len(x.shape)) if axis not in axes)
 
 
@@ -249,7 +251,8 @@ def _only(x: Any) -> Any:
 
 
 def _by_row(x: Any, axes: Sequence[int], keepdims: bool, of: Callable[[tuple[Any, ...]], Any]) -> Any:
-    """The tensor of a reduction's results `of` all rows. With `keepdims`, the reduced axes have size 1."""
+    """The tensor of the results of a reduction. `of` maps the index of a row to its result. With `keepdims`, the
+    reduced axes remain with size 1."""
     from tvm import te
 
     rows = _rows(x, axes)

@@ -1,7 +1,7 @@
 """The loops of generated kernels, from the outermost to the innermost: how much each iteration computes and reads.
 
-They follow from the workload and the blocking, without writing the kernel: a model of times needs those of thousands of
-kernels.
+They are derived from the workload and the blocking, without generating the kernel, since a model that predicts times
+needs the loops of thousands of kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Loop:
 
 
 def loops_of(workload: LayerWorkload, choice: KernelChoice) -> list[Loop]:
-    """The loops of a layer's kernel; none for tiles without a blocking."""
+    """The loops of a layer's kernel; an empty list for TILES without a blocking."""
     match choice.blocking:
         case ratings.TileBlocking():
             return _tiles(workload, choice.blocking)
@@ -59,7 +59,8 @@ def loops_of(workload: LayerWorkload, choice: KernelChoice) -> list[Loop]:
 
 
 def weights_of(workload: LayerWorkload, choice: KernelChoice) -> int:
-    """The number of weights that a layer's kernel reads. Winograd's algorithms transform them to more."""
+    """The number of weights that a layer's kernel reads. Winograd's algorithms transform the weights to a larger number
+    of weights."""
     m = choice.algorithm.m
     plain = workload.terms * workload.out[-1]
     return plain if m is None else plain * (m + 2) ** 2 // 9
@@ -223,7 +224,7 @@ def weights_of_bands(workload: bands.ConvBlock) -> int:
 
 
 def totals(loops: Sequence[Loop]) -> list[float]:
-    """How often the body of each loop runs: the product of the extents of this loop and all around it."""
+    """How often the body of each loop runs: the product of the extents of this loop and of all loops around it."""
     runs, total = [], 1.0
     for loop in loops:
         total *= loop.extent

@@ -1,7 +1,7 @@
 """Two-dimensional pools with channels last, without conditions or copies for the border of an image.
 
 A tap beyond the border reads the nearest pixel of the image instead. The greatest element of a window stays the same,
-since that pixel is in the window, too; a sum leaves the tap out.
+since that pixel is in the window, too; a sum omits the tap.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Along:
 
     @property
     def leaves(self) -> bool:
-        """Whether there are taps beyond the border."""
+        """Whether some taps lie beyond the border."""
         return self.before > 0 or self.position(self.result - 1, self.taps - 1) >= self.image
 
     def inside(self, pixel: Any, tap: Any) -> Any:
@@ -51,8 +51,8 @@ class Along:
         return tirx.max(tirx.min(pixel_read, self.image - 1), 0) if self.leaves else pixel_read
 
     def taps_inside(self, pixel: Any, whole: bool = False) -> Any:
-        """The number of taps inside the image; with `whole`, also of those in the added pixels. (The last window may go
-        on beyond these if the number of windows is rounded up.)"""
+        """The number of taps of a window inside the image; with `whole`, taps in the added pixels count, too. (If the
+        number of windows is rounded up, the last window may reach beyond the added pixels.)"""
         from tvm import tirx
 
         before, after = (self.before, self.after) if whole else (0, 0)
@@ -83,7 +83,7 @@ def with_pads(attrs: Mapping[str, Any], image: Sequence[int] | None) -> dict[str
 
 def disputed(attrs: Mapping[str, Any], image: Sequence[int] | None) -> str | None:
     """A reason to refuse a pool of an image of this size: its windows in ONNX Runtime differ from those that ONNX
-    defines, or begin after the first pixels. None for all others."""
+    defines, or begin after the first pixels. None for all other pools."""
     if image is None:
         return None
     ones = [1] * len(image)
@@ -171,7 +171,8 @@ def means(x: Any, windows: Sequence[Along], whole: bool) -> Any:
 
 
 def _reduced(x: Any, windows: Sequence[Along], name: str, reduce: Any, beyond: Any | None) -> Any:
-    """The reduction of windows. `beyond`: the value of taps beyond the border; None if they read the nearest pixel."""
+    """The reduction of windows. `beyond`: the value of taps beyond the border; None if these taps read the nearest
+    pixel."""
     from tvm import te, tirx
 
     taps = [te.reduce_axis((0, along.taps), name=name) for along, name in zip(windows, ("ky", "kx"))]

@@ -5,9 +5,9 @@ are computed together, so that the reduction along columns reads from the first-
 values were stored.
 
 NaN is treated as in ONNX Runtime's kernels. If windows have no gaps and are one or two columns apart, the maximum of
-two elements is the second one unless the first one is greater, so that a NaN is forgotten with the next element.
-Otherwise NaN is skipped. Two exceptions of ONNX Runtime are not copied: the last columns, which vectors of four do not
-divide, and the first element of a window with gaps.
+two elements is the second element unless the first is greater, so that the next element replaces a NaN. Otherwise NaN
+is skipped. Two exceptions of ONNX Runtime are not copied: the last columns, which vectors of four do not divide, and
+the first element of a window with gaps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _WORTH_A_THREAD = 30_000
 _PARTS = 4
 # The number of elements in a block of rows that is reduced along columns: 16 KiB.
 _BLOCK = 4096
-# Windows of more taps are loops. Results that are further apart (in columns) are read one by one.
+# Windows of more taps than the first number are computed in loops. If the stride between results is more than the
+# second number of columns, pixels are read one by one.
 _UNROLLED, _FURTHEST = 9, 4
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -50,15 +51,15 @@ def legal_average_pool_rows(builder: Any, call: Any, machine: Machine) -> Any | 
 
 
 def shares(rows: Along, columns: Along, whole: bool) -> npt.NDArray[np.float32]:
-    """The factors of means, [n, column]: one over the number of elements of a window with n + 1 rows inside the image;
-    0 for windows without elements. `whole`: the added pixels count as elements."""
+    """The factors of means, [n, column]: 1 / the number of elements of a window with n + 1 rows inside the image; 0 for
+    windows without elements. `whole`: the added pixels count as elements."""
     tall, wide = np.arange(1, rows.taps + 1), [_elements(columns, x, whole) for x in range(columns.result)]
     counts = tall[:, None] * np.array(wide)
     return np.where(counts > 0, 1 / np.maximum(counts, 1), 0).astype(np.float32)
 
 
 def _elements(along: Along, pixel: int, whole: bool = False) -> int:
-    """The number of taps of a window inside the image; with `whole`, also of those in the added pixels."""
+    """The number of taps of a window inside the image; with `whole`, taps in the added pixels count, too."""
     before, after = (along.before, along.after) if whole else (0, 0)
     return sum(-before <= along.position(pixel, tap) < along.image + after for tap in range(along.taps))
 
@@ -134,7 +135,7 @@ class _Rows:
         (self._rows, self._columns), self._lanes, self._mean = along, lanes, mean
         self._image, self._shares, self._out = buffers
         columns, gaps = self._columns, any(each.dilation > 1 for each in along)
-        # Whether NaN is skipped, and with which value a reduction begins, as in ONNX Runtime.
+        # Whether a reduction skips NaN, and the value with which it begins; both as in ONNX Runtime.
         self._skips = gaps or columns.stride > 2
         self._start = 0.0 if mean is not None else -math.inf if gaps else _LOWEST
         last = columns.position(columns.result - 1, columns.taps - 1) + 1
@@ -227,7 +228,7 @@ class _Rows:
         self._vectors(columns.result, results)
 
     def _apart(self, row: Any, first: Any, lanes: int) -> Any:
-        """A vector of columns whose distance is the stride."""
+        """A vector of pixels of a row, from columns whose distance is the stride."""
         from tvm import tirx
 
         stride = self._columns.stride
@@ -254,8 +255,8 @@ class _Rows:
         return self._sums[at]
 
     def _vectors(self, extent: int, body: Callable[[Any, int], None]) -> None:
-        """Call `body` for each vector of `extent`. If vectors do not divide it, the last one overlaps the one before:
-        what is computed twice is the same."""
+        """Call `body` for each vector of `extent`. If vectors do not divide `extent`, the last vector overlaps the
+        vector before. Results that are computed twice are equal."""
         from tvm.script.ir_builder import tirx as T
 
         lanes = min(self._lanes, 1 << extent.bit_length() - 1)

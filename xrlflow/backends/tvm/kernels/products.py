@@ -1,10 +1,10 @@
 """Products of rows with constant weights, as one kernel.
 
-Weights are packed into panels of columns when the model is compiled. Each task owns some panels, so that each core
-reads its weights once. A chunk of a panel (`CHUNK` terms of each sum) stays in the first-level cache while all tiles of
-rows are multiplied with it; meanwhile the next chunk is prefetched (Goto and van de Geijn, Anatomy of High-Performance
-Matrix Multiplication, 2008). The sums of chunks are added up in a buffer of the task: the rounding error of a single
-accumulator grows with the number of its terms.
+Weights are packed into panels of columns when the model is compiled. Each task (iteration of the parallel loop) owns
+some panels, so that each core reads its weights once. A chunk of a panel (`CHUNK` terms of each sum) stays in the
+first-level cache while all tiles of rows are multiplied with it; meanwhile the next chunk is prefetched (Goto and van
+de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008). The sums of chunks are added up in a buffer of the
+task: the rounding error of a single accumulator grows with the number of its terms.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CHUNK = 128
 _MOST_ROWS = 14
 # If there are many blocks, each has at least this many tiles.
 _LEAST_TILES = 4
-# Times in multiply-adds of vectors: to load a number for a tile, or a vector of weights from the first-level cache; to
-# read a vector from the third-level cache, or from memory.
+# Times in multiply-adds of vectors: loading a number for a tile; loading a vector of weights from the first-level
+# cache; reading a vector from the third-level cache; reading a vector from memory.
 _BROADCAST, _VECTOR, _FAR, _MEMORY = 0.6, 0.9, 1.0, 11.5
 _LAST_LEVEL = 8 << 20
 # The number of floats in a cache line.
@@ -73,11 +73,11 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class ProductBlocking:
-    """How a kernel is blocked.
+    """The blocking of a product.
 
-    `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the rows of a task. `parts`: the number
-    of tasks among which the panels are divided. `ahead`: weights are prefetched by one chunk, since they come from
-    beyond the second-level cache.
+    `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the number of rows that a task computes.
+    `parts`: the number of tasks among which the panels are divided. `ahead`: weights are prefetched by one chunk, since
+    they come from beyond the second-level cache.
     """
 
     rows: int
@@ -111,8 +111,8 @@ def blockings(workload: Product, machine: Machine) -> Iterator[ProductBlocking]:
 
 
 def _blockings(workload: Product, machine: Machine) -> Iterator[ProductBlocking]:
-    """The blockings without regard to `ahead`: rows and columns of tiles, and how rows and panels are divided among
-    tasks."""
+    """The blockings to choose from, all with the same `ahead`: they differ in the rows and columns of tiles, and in how
+    rows and panels are divided among tasks."""
     lanes = machine.lanes
     while lanes > 4 and lanes // 2 >= workload.columns:
         lanes //= 2
@@ -127,8 +127,8 @@ def _blockings(workload: Product, machine: Machine) -> Iterator[ProductBlocking]
 
 
 def _blocks(limit: int, cores: int) -> Iterator[int]:
-    """The numbers of tasks among which the rows may be divided, up to `limit`: a few for each core, then multiples of
-    the number of cores, so that the rows of a task fit in caches."""
+    """The numbers of tasks among which the rows may be divided, up to `limit`: a few tasks for each core, then
+    multiples of the number of cores, so that the rows of a task fit in caches."""
     yield from range(1, min(2 * cores, limit) + 1)
     more = 4 * cores
     while more <= limit // _LEAST_TILES:
@@ -185,7 +185,8 @@ def packed(
 
 
 def chunk_of(depth: int) -> int:
-    """The terms of a chunk: about `CHUNK`, so that chunks are as equal as possible."""
+    """The number of terms of a chunk: about `CHUNK`, chosen so that all chunks of a sum of `depth` terms are as equal
+    as possible."""
     return -(-depth // max(1, round(depth / CHUNK)))
 
 
@@ -254,7 +255,7 @@ class _Task:
                     self._panel(number(panels - 1), block * blocking.block, height, remainder)
 
         def rows_of(height: int) -> None:
-            # The first parts have one panel more.
+            # The first `more` parts have one panel more than the others.
             least, more = divmod(panels, blocking.parts)
             first = part * least + tirx.Min(part, number(more))
             with T.serial(

@@ -1,4 +1,4 @@
-"""Resize of images, nearest and linear, by tables: for each result the pixels that it reads, and their weights.
+"""Resize of images, nearest and linear. Tables have, for each result, the pixels that it reads and their weights.
 
 With channels first, a generated kernel goes row by row: it mixes two rows of the image into one, which stays in the
 cache, and computes a row of results from it. If the sizes are in a ratio of small numbers, results repeat in periods,
@@ -21,7 +21,8 @@ from xrlflow.backends.tvm.toolchain.reading import constant, sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 _WORTH_A_THREAD = 30_000
-# Longer periods of results are read from tables, and so are rows in which more results are in no period.
+# Results are read from tables if their period is longer than the first number, or if more results of a row than the
+# second number belong to no period.
 _LONGEST, _MOST_OTHERS = 8, 32
 # A parallel loop has at least this many parts for each core, if there are as many rows.
 _PARTS = 4
@@ -38,7 +39,8 @@ _POSITIONS: dict[str, Callable[[Any, Any, int, int], Any]] = {
         i * _SINGLE(image - 1) / _SINGLE(result - 1) if result > 1 else i * 0
     ),
 }
-"""The position in the image of each result, by ONNX's name of the mode, rounded in ONNX Runtime's order."""
+"""The position in the image of each result, by ONNX's name of the mode, computed with the same sequence of roundings as
+in ONNX Runtime."""
 _NEAREST: dict[str, Callable[[Any], Any]] = {
     "round_prefer_floor": lambda x: np.ceil(x - _SINGLE(0.5)),
     "round_prefer_ceil": lambda x: np.floor(x + _SINGLE(0.5)),
@@ -49,8 +51,8 @@ _NEAREST: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """One dimension. Each result is `low_weight` times the pixel `low` plus `high_weight` times the pixel `high`. If
-    the mode is nearest, it is the pixel `low`, and the other fields are empty."""
+    """The resizing along one dimension. Each result is `low_weight` times the pixel `low` plus `high_weight` times the
+    pixel `high`. If the mode is nearest, each result is the pixel `low`, and the other fields are empty."""
 
     image: int
     low: tuple[int, ...]
@@ -72,13 +74,13 @@ class Along:
 
     @property
     def copies(self) -> int:
-        """The number of successive results that are copies of one pixel, if it is the same for all pixels; otherwise
-        1."""
+        """The number of successive results that are copies of one pixel, if this number is the same for all pixels;
+        otherwise 1."""
         each = max(1, self.result // self.image)
         return each if not self.high and self.low == tuple(i // each for i in range(self.result)) else 1
 
     def terms(self, i: int) -> tuple[Any, ...]:
-        """The pixels of a result, counted from the first of its period, and its weights."""
+        """The pixels of a result, counted from the first pixel of its period, and the result's weights."""
         steps, results = self.period
         begin = i // results * steps
         if not self.high:
@@ -108,8 +110,8 @@ class Along:
 
 
 def nearest(image: int, result: int, mode: str, rounding: str) -> Along:
-    """The nearest pixels. Single precision is used, since its rounding decides between two pixels of equal distance. As
-    in ONNX Runtime, a size that does not change keeps all pixels."""
+    """The nearest pixel of each result. It is computed in single precision, whose rounding decides between two pixels
+    of equal distance. As in ONNX Runtime, a dimension whose size does not change is copied."""
     if image == result:
         return Along(image, tuple(range(image)))
     positions = _POSITIONS[mode](np.arange(result, dtype=np.float32), _scale(image, result), image, result)
@@ -118,7 +120,8 @@ def nearest(image: int, result: int, mode: str, rounding: str) -> Along:
 
 
 def linear(image: int, result: int, mode: str) -> Along:
-    """The two pixels around each position, and their weights. Positions outside are moved to the border."""
+    """The two pixels around each position, and their weights. Positions outside of the image are moved to its
+    border."""
     scale = np.float64(result) / np.float64(image)
     positions = _POSITIONS[mode](np.arange(result, dtype=np.float64), scale, image, result)
     # Positions that differ only by rounding get the same weights.
@@ -137,7 +140,7 @@ def _scale(image: int, result: int) -> Any:
 
 
 def legal_resize(builder: Any, call: Any, machine: Machine) -> Any | None:
-    """The kernel for a nearest or linear Resize of two dimensions; None for others."""
+    """The kernel for a nearest or linear Resize of two dimensions; None for other Resize operators."""
     image, result, attrs = sizes(call.args[0], FLOAT), sizes(call, FLOAT), call.attrs
     mode, method, rounding = (
         str(each) for each in (attrs.coordinate_transformation_mode, attrs.method, attrs.rounding_method)
@@ -302,7 +305,7 @@ class _Rows:
 
 
 def _sum(load: Callable[[Any], Any], begin: Any, terms: tuple[Any, ...]) -> Any:
-    """A result whose period begins at pixel `begin`."""
+    """The weighted sum of pixels that is one result. The result's period begins at pixel `begin`."""
     low, *others = terms
     if not others:
         return load(begin + low)

@@ -1,11 +1,11 @@
-"""GridSample of images, linear and nearest: pixels are gathered with all their channels, which are neighbours in memory
-then.
+"""GridSample of images, linear and nearest: pixels are gathered with all their channels, after a transposition that
+makes these neighbours in memory.
 
 A block of channels of the image is transposed once, so that a pixel is a vector. The pixels around sampling points, and
 their weights, are computed for a vector of points together. The results of a block of points are transposed back in
 registers. Points outside of the image read an additional pixel of zeros.
 
-As in ONNX Runtime, a point that is NaN, or too far away to count its pixel, is treated as the coordinate -1.
+As in ONNX Runtime, a coordinate that is NaN, or too large for an integer number of pixels, is treated as -1.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Sampling:
 
 
 def legal_grid_sample(builder: Any, call: Any, machine: Machine) -> Any | None:
-    """The kernel for a linear or nearest GridSample of two dimensions; None for others, and if there are few sampling
-    points."""
+    """The kernel for a linear or nearest GridSample of two dimensions; None for other GridSample operators, and if
+    there are few sampling points."""
     from tvm import relax
 
     image, grid, attrs = sizes(call.args[0], FLOAT), sizes(call.args[1], FLOAT), call.attrs
@@ -69,7 +69,8 @@ def legal_grid_sample(builder: Any, call: Any, machine: Machine) -> Any | None:
 
 
 def legal_other_samples(builder: Any, call: Any) -> Any | None:
-    """TVM's kernel, for coordinates limited to pixels that it can count; None if it is not for single precision."""
+    """TVM's kernel, with coordinates limited to pixels that it can count in 32 bits; None for types other than single
+    precision."""
     from tvm import relax, te, tirx
     from tvm.ir import Op
 
@@ -78,7 +79,7 @@ def legal_other_samples(builder: Any, call: Any) -> Any | None:
         return None
 
     def counted(grid: Any) -> Any:
-        # The bound is that of the largest dimension: a point beyond it is outside of the others, too.
+        # The largest dimension determines the bound: a point beyond it is outside of smaller dimensions, too.
         far, most = (tirx.const(bound * 2 / max(image[2:]), FLOAT) for bound in (_FURTHEST, _FURTHEST_OF_TVM))
 
         def value(*at: Any) -> Any:
@@ -137,7 +138,7 @@ class _Sampler:
 
     def parallel(self, extent: int, block: int, body: Callable[[Any, Any, Any], None]) -> None:
         """Call `body` for each image, group of channels, and first element of a block. If blocks do not divide the
-        extent, the last one overlaps the one before: what is computed twice is the same."""
+        extent, the last block overlaps the block before. Results that are computed twice are equal."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -154,13 +155,14 @@ class _Sampler:
                 body(plane // self._groups, plane % self._groups, first)
 
     def _channel(self, group: Any) -> Any:
-        """The first channel of a group. If groups do not divide the channels, the last one overlaps the one before."""
+        """The first channel of a group. If groups do not divide the channels, the last group overlaps the group
+        before."""
         from tvm import tirx
 
         return tirx.Max(tirx.Min(group * self.lanes, number(self._workload.image[1] - self.lanes)), number(0))
 
     def transpose(self, n: Any, group: Any, pixel: Any) -> None:
-        """Transpose a block of pixels."""
+        """Transpose a block of pixels, so that the channels of each pixel are neighbours in memory."""
         from tvm.script.ir_builder import tirx as T
 
         begin, last = self._channel(group), self._workload.image[1] - 1
@@ -236,7 +238,7 @@ class _Sampler:
         return pixels, weights
 
     def _number(self, row: Any, row_inside: Any, column: Any, column_inside: Any) -> Any:
-        """The number of a pixel. Outside of the image it is that of the additional pixel of zeros."""
+        """The number of a pixel. Outside of the image it is the number of the additional pixel of zeros."""
         from tvm import tirx
 
         workload, together = self._workload, self.together
@@ -246,8 +248,8 @@ class _Sampler:
         return tirx.Select(row_inside & column_inside, pixel, _whole(workload.pixels, together))
 
     def _position(self, x: Any, extent: int) -> Any:
-        """The position in pixels of a coordinate from -1 to 1. It is rounded as in ONNX Runtime, since that decides
-        which pixel is the nearest: a product is rounded before something is added to it."""
+        """The position in pixels of a coordinate from -1 to 1. It is rounded as in ONNX Runtime, because the rounding
+        decides which pixel is the nearest: a product is rounded before something is added to it."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -297,7 +299,7 @@ def _floor(x: Any) -> Any:
 
 
 def _nearby(x: Any) -> Any:
-    """The nearest integer; of two, the even one."""
+    """The nearest integer; of two equally near integers, the even one."""
     from tvm import tirx
 
     return tirx.nearbyint(x)

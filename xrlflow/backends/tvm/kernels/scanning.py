@@ -1,7 +1,7 @@
 """Kernels that process an axis in order: running sums, and the greatest elements.
 
-TVM has them for graphics processors only, or calls a function of its runtime, which a library without that runtime does
-not have.
+TVM has such kernels for graphics processors only, or calls a function of its runtime. A library without this runtime
+does not have that function.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from xrlflow.backends.tvm.toolchain.imported import Imported
 from xrlflow.backends.tvm.toolchain.reading import known_value, sizes
 
 _WORTH_A_THREAD = 30_000
-# So many rows are summed at the same time, since each addition waits for the one before.
+# This many rows are summed at the same time, since each addition of a row waits for the addition before.
 _ABREAST = 8
-# So many neighbours in memory are summed at the same time, in vectors of the second number (LLVM splits these if the
-# machine's are shorter).
+# The number of sums of neighbours in memory that are computed at the same time, and the number of lanes of their
+# vectors (LLVM splits vectors that are longer than the machine's).
 _NEIGHBOURS, _VECTOR = 64, 16
 _INT64, _INT32, _LAST = "int64", "int32", 0x7FFFFFFF
 _INFINITY = 0x7F800000  # the bits of a float
 
 
 def running_sums(node: Imported) -> Any | None:
-    """CumSum along a constant axis; None for types that ONNX Runtime does not sum."""
+    """The kernel of CumSum along a constant axis; None for types that ONNX Runtime does not sum."""
     from tvm import relax
 
     x, axis = node.inputs[0], known_value(node.inputs[1])
@@ -67,8 +67,8 @@ def _sums(shape: tuple[int, int, int], kind: str, exclusive: bool, reverse: bool
                 T.reads([])
                 T.writes([])
                 sums = T.alloc_buffer((width,), kind, scope=LOCAL)
-                # If groups do not divide the extent, the last one overlaps the one before: what is computed twice is
-                # the same.
+                # If groups do not divide the extent, the last group overlaps the group before. Results that are
+                # computed twice are equal.
                 begin = tirx.Min(task % groups * width, number(across - width))
 
                 def each(body: Callable[[Any, Any, Any], None], k: Any) -> None:
@@ -94,7 +94,7 @@ def _sums(shape: tuple[int, int, int], kind: str, exclusive: bool, reverse: bool
 
 def greatest(node: Imported) -> Any:
     """TopK: values and indices, in descending order (or ascending, for the least ones), also if no order is requested.
-    Of equal elements the first comes first, and NaN counts as greater than all numbers.
+    Of equal elements, the element with the lowest index comes first, and NaN counts as greater than all numbers.
 
     Raises BackendError for types of other than 32 bits, and for a number of elements that is not constant.
     """
@@ -128,8 +128,8 @@ class _Top:
     """Writes the PrimFunc of the `k` greatest (or least) elements along the second of three dimensions.
 
     A key is an integer whose order is that of the elements. An entry is a key followed by the element's index, so that
-    no two are equal. A heap has the best `k` entries so far, with the worst one first: most elements are only compared
-    with that one.
+    no two are equal. A heap has the best `k` entries so far, with the worst of them first: most elements are only
+    compared with this worst entry.
     """
 
     def __init__(self, shape: tuple[int, int, int], k: int, kind: str, largest: bool) -> None:
@@ -168,8 +168,8 @@ class _Top:
             return builder.get()
 
     def _key(self, x: Any) -> Any:
-        """The key of an element: an integer with the same order. For a float it is the bits, of which all but the sign
-        are inverted if it is negative. NaN has the greatest key (x86 sets the sign of results of invalid
+        """The key of an element: an integer with the same order. For a float the key is its bits; if the float is
+        negative, all bits but the sign are inverted. NaN has the greatest key (x86 sets the sign of results of invalid
         operations)."""
         from tvm import tirx
 
@@ -183,7 +183,8 @@ class _Top:
         return key if self._largest else key ^ number(-1)
 
     def _entry(self, key: Any, index: Any) -> Any:
-        """A key and an index as one number. Of equal keys, the one with the lowest index is the greatest."""
+        """A key and an index as one number. Of entries with equal keys, the entry with the lowest index is the
+        greatest."""
         from tvm import tirx
 
         return (key.astype(_INT64) << tirx.const(32, _INT64)) + (number(_LAST) - index).astype(_INT64)
@@ -221,8 +222,8 @@ class _Top:
                 self._sink(number(0), end)
 
     def _sink(self, start: Any, size: Any) -> None:
-        """Insert the entry in `_inserted` at `start`, or further down, into a heap of `size` entries without the one at
-        `start`."""
+        """Insert the entry of the buffer `_inserted` into a heap of `size` entries whose entry at `start` is missing.
+        It goes to `start` or further down."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 

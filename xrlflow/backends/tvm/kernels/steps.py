@@ -12,7 +12,7 @@ from xrlflow.backends.tvm.kernels.building import lanes_of, number, ramp, spread
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """A further operand of a step: one number for each output channel, or one for each result."""
+    """A further operand of a step: one number for each output channel, or one number for each result."""
 
     by_channel: bool
 
@@ -90,8 +90,8 @@ def extras_of(steps: Iterable[Step]) -> list[Extra]:
 def stepped(steps: Sequence[Step], extras: Sequence[Any], value: Any, index: Sequence[Any], done: Any) -> Any:
     """A vector of results after the steps.
 
-    `extras`: the buffers of the steps' extras. `index`: the index of the vector in the result, its channels last.
-    `done`: a local buffer [steps or more, lanes of a vector].
+    `extras`: the buffers of the steps' extra operands. `index`: the index of the vector in the result, its channels
+    last. `done`: a local buffer [steps or more, lanes of a vector].
     """
     from tvm.script.ir_builder import tirx as T
 
@@ -109,8 +109,8 @@ def stepped(steps: Sequence[Step], extras: Sequence[Any], value: Any, index: Seq
                 operands.append(buffer[index[-1]] if operand.by_channel else buffer[tuple(index)])
             else:
                 operands.append(spread(operand, lanes))
-        # TVM inlines variables. It must not inline functions, for which it introduces variables of its own: so their
-        # results go through a buffer.
+        # TVM inlines variables. It must not inline calls of functions, for which it introduces variables of its own. So
+        # the results of functions are written to a buffer.
         T.buffer_store(done, STEPS[step.operator](*operands), [turn, at])
         results.append(T.bind(done[turn, at]))
     return results[-1]

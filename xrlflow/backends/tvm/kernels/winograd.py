@@ -5,10 +5,10 @@ by point and summed over channels, and the sums are transformed back (Winograd 1
 Algorithms for Convolutional Neural Networks"). Compared with the direct kernel, m = 2 needs 2.25 times fewer
 multiplications, and m = 4 needs 4 times fewer. Weights are transformed when the model is compiled.
 
-Each task transforms a block of tiles, multiplies them with panels of weights as tiles of accumulators in vector
-registers (see `schedules`), and transforms the sums back, so that all intermediate results stay in the second-level
-cache of a core. Sums over channels are split into chunks: the rounding error of an accumulator grows with the number of
-its terms.
+Each task (iteration of the parallel loop) transforms a block of tiles, multiplies them with panels of weights as tiles
+of accumulators in vector registers (see `schedules`), and transforms the sums back, so that all intermediate results
+stay in the second-level cache of a core. Sums over channels are split into chunks: the rounding error of an accumulator
+grows with the number of its terms.
 
 An infinity or NaN among the pixels of a tile makes all of its results infinite or NaN, and numbers near the largest
 float overflow although their plain sum does not. So a task whose results are not all finite computes them once more, as
@@ -51,11 +51,12 @@ _KERNEL = 3
 # The number of channels that one accumulator sums.
 CHUNK = 32
 _MOST_ROWS = 14
-# Times in multiply-adds of vectors: reading a vector of weights from the third-level cache, or from memory; the sum of
-# a chunk, with its share of the last transform; transforming a vector of pixels; reading one that has left the cache.
+# Times in multiply-adds of vectors: reading a vector of weights from the third-level cache; reading it from memory; the
+# sum of a chunk, with its share of the last transform; transforming a vector of pixels; reading a vector of pixels that
+# has left the cache.
 _FAR, _MEMORY, _SUM, _PIXELS, _SPILLED = 1.0, 11.5, 16.0, 6.0, 4.5
 _LAST_LEVEL = 8 << 20
-# So many accumulators keep the multipliers busy.
+# This many accumulators keep the multipliers busy.
 _BUSY = 10
 _TAPS = _KERNEL * _KERNEL
 # A float is infinite or NaN if its bits, without the sign, are this number or greater.
@@ -73,14 +74,14 @@ class Transforms:
     results: Matrix
 
 
-# The points of interpolation, without infinity. With these, F(4, 3) has 2.2 to 3 times the error of the direct kernel;
-# with 0, +-1 and +-2 it has 4.5 to 15 times.
+# The points of interpolation besides infinity. With these points, F(4, 3) has 2.2 to 3 times the error of the direct
+# kernel; with 0, +-1 and +-2 it has 4.5 to 15 times that error.
 _POINTS = {2: (0.0, 1.0, -1.0), 4: (0.0, math.sqrt(0.5), -math.sqrt(0.5), math.sqrt(2.0), -math.sqrt(2.0))}
 
 
 @functools.cache
 def transforms(m: int) -> Transforms:
-    """F(m, 3) by interpolation (Toom and Cook) in the points and infinity."""
+    """The matrices of F(m, 3), by interpolation (Toom and Cook) in the points of interpolation and infinity."""
     points = _POINTS[m]
     n = m + _KERNEL - 1
     pixels, weights, results = np.zeros((n, n)), np.zeros((n, _KERNEL)), np.zeros((m, n))
@@ -103,7 +104,7 @@ class WinogradConvolution:
     """A convolution with channels last, 3 x 3 weights, and strides and dilations of 1.
 
     `image` and `out`: [batch, row, column, channel]. `top` and `left`: rows and columns of zeros before the image. `m`:
-    the number of results of a tile along one side.
+    the number of results along one side of a tile.
     """
 
     image: tuple[int, ...]
@@ -145,11 +146,12 @@ class WinogradConvolution:
 
 @dataclass(frozen=True, slots=True)
 class WinogradBlocking:
-    """How a kernel is blocked.
+    """The blocking of a Winograd convolution.
 
-    `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the tiles of pixels of a task. `parts`:
-    the number of tasks among which the panels of a block are divided; each of them transforms all pixels of the block.
-    `ahead`: weights are prefetched by one chunk, since they come from beyond the second-level cache.
+    `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the number of tiles of pixels that a
+    task transforms. `parts`: the number of tasks among which the panels of a block are divided; each of them transforms
+    all pixels of the block. `ahead`: weights are prefetched by one chunk, since they come from beyond the second-level
+    cache.
     """
 
     rows: int
@@ -160,7 +162,7 @@ class WinogradBlocking:
     ahead: bool = False
 
     def panels(self, workload: WinogradConvolution) -> int:
-        """The panels of weights of a group."""
+        """The number of panels of weights of a group."""
         return -(-workload.columns // self.columns)
 
     def numbers(self, workload: WinogradConvolution) -> dict[str, int]:
@@ -184,8 +186,8 @@ def blockings(workload: WinogradConvolution, machine: Machine) -> Iterator[Winog
 
 
 def _blockings(workload: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlocking]:
-    """The blockings without regard to `ahead`: tiles of accumulators, and how tiles of pixels and panels are divided
-    among tasks."""
+    """The blockings to choose from, all with the same `ahead`: they differ in the tiles of accumulators, and in how
+    tiles of pixels and panels are divided among tasks."""
     lanes = machine.lanes
     while lanes > 4 and lanes // 2 >= workload.columns:
         lanes //= 2
@@ -244,7 +246,7 @@ def cost(workload: WinogradConvolution, blocking: WinogradBlocking, machine: Mac
 
 
 def distance(size: int, machine: Machine) -> float:
-    """The time to read a vector of weights if all weights have `size` bytes, in multiply-adds of vectors."""
+    """The time to read a vector of weights, in multiply-adds of vectors, if all weights together have `size` bytes."""
     return _MEMORY if size > _LAST_LEVEL else _FAR if size > machine.second_level // 2 else 0.0
 
 
@@ -330,7 +332,7 @@ class _Block:
         workload, blocking = self._workload, self._blocking
         first = block * blocking.block
         last = number(workload.tiles - 1)
-        with T.serial(0, blocking.block) as turn:  # after the last tile, the last one is transformed again
+        with T.serial(0, blocking.block) as turn:  # beyond the end, the last tile is transformed again
             tile = first + turn if workload.tiles % blocking.block == 0 else tirx.Min(first + turn, last)
             self._transform(turn, *self._origin(tile))
         share = -(-blocking.panels(workload) // blocking.parts)
@@ -393,8 +395,8 @@ class _Block:
         with T.serial(0, workload.n * workload.n) as point:
 
             def chunk(start: Any, length: int, more: bool) -> None:
-                """Add the products of some channels to the sums of the point. Their weights stay in the first-level
-                cache for all groups of rows."""
+                """Add the products of `length` channels, from `start` on, to the sums of the point. The weights of
+                these channels stay in the first-level cache for all groups of rows."""
                 with T.serial(0, blocking.block // blocking.rows) as group:
                     begin = group * blocking.rows
 
@@ -539,7 +541,7 @@ class _Block:
         self._each_vector(panel, vector)
 
     def _note_largest(self, total: Any) -> None:
-        """Note the largest bits of a vector, without signs. (A sum is not finite if a result in it is not.)"""
+        """Record the largest bits of a vector, without signs. (A sum is not finite if one of its terms is not.)"""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 

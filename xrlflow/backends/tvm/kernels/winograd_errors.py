@@ -2,9 +2,9 @@
 
 Both are computed for some tiles and output channels as the kernels compute them, in single precision, and compared with
 double precision. Weights are the layer's own. Pixels are random numbers of distributions that occur in networks. The
-error depends on them: a large pixel spoils its neighbours in the tile, and weights of both signs cancel pixels that are
-nearly equal. These errors are those of usual images. For every image there is a bound, from the magnitudes of the
-transformed weights.
+error depends on the pixels: a large pixel makes the error of its neighbours in the tile large, and weights of both
+signs cancel pixels that are nearly equal. These estimates hold for usual images. A bound that holds for every image is
+computed from the magnitudes of the transformed weights.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Doubles: TypeAlias = npt.NDArray[np.float64]
 _TILES, _COLUMNS, _SIDE = 8, 16, 4
 _WORST = 4
-"""So many output channels are examined because the bound of their error is largest, and as many because they cancel
-most of nearly equal pixels."""
+"""The number of output channels that are examined because the bound of their error is largest. As many more are
+examined because their weights cancel nearly equal pixels most."""
 _SLOPE = 0.03
 _PLAIN_FLOOR = 2.0**-26
-"""The least rounding error that is assumed of the direct kernel, relative to its results: it may round nothing at
-all."""
+"""The least rounding error that the direct kernel is assumed to have, relative to its results. (Its real error may be
+0.)"""
 _OUTLIERS, _LARGE = 8, 50.0
 # The number of terms in a sum of the direct kernel: ONNX Runtime sums over blocks of 16 channels, our kernel in chunks
 # of up to 192 terms.
@@ -65,7 +65,7 @@ class Errors:
 
     `usual`: root mean squares over tiles and output channels, by distribution of pixels. `channel`: the largest error
     of one of the examined output channels. `most`: the largest bound of an output channel, for every image whose pixels
-    have at most one magnitude.
+    are at most of one common magnitude.
     """
 
     usual: Mapping[str, float]
@@ -113,8 +113,9 @@ def _square(difference: Doubles) -> Doubles:
 
 
 def _bounds(weights: Floats, m: int) -> Doubles:
-    """For each output channel, the sum of magnitudes that F(m, 3) adds up, divided by the sum that the direct kernel
-    adds up, for pixels of at most one magnitude and the worst result of a tile.
+    """For each output channel, the sum of the magnitudes that F(m, 3) adds up, divided by the sum of the magnitudes
+    that the direct kernel adds up. All pixels are at most of one common magnitude; the result of a tile with the
+    largest quotient counts.
 
     Every addition rounds by at most half a unit of its result, and F(m, 3) has fewer additions in sequence than the
     direct kernel.
@@ -127,8 +128,8 @@ def _bounds(weights: Floats, m: int) -> Doubles:
 
 
 def _uncancelled(weights: Floats) -> Doubles:
-    """For each output channel, the part of the magnitudes that does not cancel if the pixels of each input channel are
-    equal."""
+    """For each output channel, the fraction of the sum of magnitudes that does not cancel if the pixels of each input
+    channel are equal."""
     return np.asarray(np.abs(weights.sum(axis=(0, 1), dtype=np.float64)).sum(axis=0) / _magnitude(weights))
 
 
@@ -151,8 +152,8 @@ def _exact(pixels: Floats, weights: Floats) -> Doubles:
 
 def _summed(a: Floats, b: Floats, chunk: int) -> Doubles:
     """The sums over the first axis of a[r, ..., 1] b[r, ...], one term after the other in chunks, then one chunk after
-    the other. Each addition is rounded to single precision. (The product of two such numbers is exact in double
-    precision.)"""
+    the other. Each addition is rounded to single precision. (The product of two single-precision numbers is exact in
+    double precision.)"""
     total: Doubles | None = None
     for begin in range(0, len(a), chunk):
         part: Doubles = np.zeros(())
