@@ -232,6 +232,14 @@ def test_a_store_that_is_something_else(tmp_path: Path) -> None:
     assert ".damaged" in result.advice
 
 
+@pytest.mark.parametrize("kind", disk.STORES, ids=lambda kind: kind.file)
+def test_an_empty_file_is_a_store_without_measurements(kind: disk.StoreFile, tmp_path: Path) -> None:
+    (tmp_path / kind.file).touch()
+    result = disk.store(kind, tmp_path)
+    assert result.status is Status.OK
+    assert "0 measurements" in result.found
+
+
 def test_a_store_that_another_process_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_PATIENCE", 0.05)
     with Database(tmp_path / OPERATORS.file) as database:

@@ -51,7 +51,10 @@ def store(kind: StoreFile, folder: Path | None = None) -> Finding:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=_PATIENCE)
         connection.isolation_level = None
         try:
-            (count,) = connection.execute(f"SELECT count(*) FROM {kind.table}").fetchone()
+            (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            # Whoever stores the first measurement makes the tables.
+            counted = f"SELECT count(*) FROM {kind.table}" if tables else "SELECT 0"
+            (count,) = connection.execute(counted).fetchone()
             connection.execute("BEGIN IMMEDIATE")  # fails if the file cannot be written
             connection.execute("ROLLBACK")
         finally:
