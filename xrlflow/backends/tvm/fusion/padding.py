@@ -1,9 +1,9 @@
 """Pads sizes that tiles do not divide: products and convolutions compute a little more, and the result is cropped.
 
 - Weights get columns of zeros, when the model is compiled, if the number of columns is not a multiple of a vector.
-Otherwise a product with 50,257 columns, or a convolution to 255 channels, would be computed element by element.
+  Otherwise a product with 50,257 columns, or a convolution to 255 channels, would be computed element by element.
 - Convolutions whose rows have a prime number of pixels (17, 71, 149) get a few more pixels at the right. Otherwise only
-tiles of one row would fit, and the multipliers would wait for operands half of the time.
+  tiles of one row would fit, and the multipliers would wait for operands half of the time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An ONNX model with its own kernels: a file that any ONNX Runtime runs, and a library for it.
 
-If the entire graph can be lowered it becomes one region, otherwise the parts that can be become several (see
+If the entire graph can be lowered, it becomes one region. Otherwise each part that can be lowered becomes a region (see
 `onnxio.regions`).
 """
 
@@ -82,7 +82,7 @@ class Hybrid:
     """A model with regions, and the library of their kernels.
 
     `total`: the number of nodes of the model. `remarks`: which parts were left to ONNX Runtime, and why. `chosen`: the
-    algorithms of layers.
+    algorithms that were chosen for layers.
     """
 
     model: ModelProto
@@ -100,9 +100,9 @@ class Hybrid:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model, and next to it the library.
 
-        Each is written completely or not at all, the library first: a model without its own library runs the bodies of
-        its regions. Raises BackendError if a file cannot be written, or if the library would replace a file of another
-        kind.
+        Each is written completely or not at all, the library first: without its own library, ONNX Runtime computes the
+        regions of a model with ONNX operators. Raises BackendError if a file cannot be written, or if the library would
+        replace a file that is no library of xrlflow.
         """
         check_library_path(path)
         try:
@@ -114,7 +114,7 @@ class Hybrid:
 
 @dataclass(frozen=True, slots=True)
 class HybridMetadata:
-    """The data of a `Hybrid` that are not in its files, to be sent to another process."""
+    """Those data of a `Hybrid` that its files do not contain. They are sent to another process."""
 
     regions: tuple[Region, ...]
     total: int
@@ -225,7 +225,7 @@ class _Compiled:
 
 
 def _check_defaults(model: ModelProto) -> None:
-    """Raise BackendError for an input with a default, which a caller may replace."""
+    """Raise BackendError for an input with a default value, since a caller may pass another value."""
     constants = {tensor.name for tensor in model.graph.initializer}
     for value in model.graph.input:
         if value.name in constants:
@@ -278,7 +278,7 @@ def _compiled(
 
 
 def _nothing_fits(types: Mapping[str, TypeProto]) -> str:
-    """The reason why no node can be in a region."""
+    """The reason why no node can be in a region, as a message."""
     if any(each.tensor_type.elem_type == _FLOAT for each in types.values()):
         return "no part of the model can be lowered"
     return "no part of the model can be lowered: kernels compute in single precision, and it has no float32 tensors"
@@ -337,8 +337,8 @@ def open_inputs(model: ModelProto, requested: Sequence[Mapping[str, Sequence[int
 
 
 def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
-    """A function that says whether a node can be in a region. It must be a supported operator on tensors of fixed
-    sizes, floats of single precision, and not be marked for ONNX Runtime.
+    """A function that says whether a node can be in a region. The node must be a supported operator on tensors of fixed
+    sizes and of floats in single precision, and must not be marked for ONNX Runtime.
 
     Integers and booleans may be moved, compared and converted.
     """
@@ -348,7 +348,7 @@ def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
             return False
         if node.op_type in _ON_RUNTIME or unsupported([(node.domain, node.op_type)]):
             return False
-        if node.op_type == "Dropout" and len(node.input) > 2:  # the third input may make it random
+        if node.op_type == "Dropout" and len(node.input) > 2:  # its third input may make it random
             return False
         results = [name for name in node.output if name]
         if not all(name in types and _is_fixed(types[name]) for name in (*names_read(node), *results)):

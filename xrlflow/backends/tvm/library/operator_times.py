@@ -1,9 +1,9 @@
 """Measures generated kernels of single operators, for cost models.
 
 Each operator is compiled as a region of its own, all of them into one library, and runs in a session of its own. The
-library notes how long each kernel took. In a network with convolutions, images have channels last between kernels. For
-such networks an operator gets an image with channels last and returns one. So its kernels only have the conversions
-that they also need in the network.
+library records how long each kernel took. In a network with convolutions, images have channels last between kernels. So
+for such a network, the region of an operator reads and returns images with channels last. It contains a conversion
+between layouts only if the operator needs one in the network, too.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ _OWN_CODE = (
     *sorted(Path(__file__).parents[1].rglob("*.py")),
     *sorted((Path(__file__).parent / "native").iterdir()),
 )
-# The number of runs that fill caches and plan memory; the fewest and the most runs that count; and the seconds of all.
+# The number of runs that fill caches and plan memory; the least and the greatest number of timed runs; and the seconds
+# for all runs.
 _WARM, _LEAST, _MOST, _SECONDS = 3, 5, 100, 0.02
-# An operator is measured up to so many times, until our threads wait for a processor for at most this part of the time.
+# The greatest number of attempts to measure an operator. They end when our threads waited for a processor for at most
+# the second number, a fraction of the time.
 _ATTEMPTS, _QUIET = 3, 0.05
 
 Operator: TypeAlias = tuple[bytes, Mapping[str, Array]]
@@ -57,7 +59,7 @@ Operator: TypeAlias = tuple[bytes, Mapping[str, Array]]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The seconds of each run. `waiting`: the part of the time, from 0 to 1, that our threads waited for a
+    """The seconds of each run. `waiting`: the fraction of the time, from 0 to 1, that our threads waited for a
     processor."""
 
     seconds: npt.NDArray[np.float64]
@@ -72,7 +74,7 @@ def operator_times(
     channels_last: bool = False,
     algorithms: Algorithms = DEFAULT,
 ) -> list[Times | None]:
-    """The times of these operators; None for those that cannot be kernels.
+    """The times of these operators; None for operators that cannot be kernels.
 
     `algorithms`: as in `hybrid`. `channels_last`: whether images of the network have channels last. Raises BackendError
     if there is no C compiler, or if a kernel fails.
@@ -114,8 +116,8 @@ def _sum(spent: Any, begin: int, end: int) -> int:
 
 
 def _quietest(run: Callable[[], object], spent: Callable[[], int]) -> Times:
-    """The times of an undisturbed attempt, or else of the fastest of several. `spent`: returns the nanoseconds of the
-    last run."""
+    """The times of the first undisturbed attempt; if all attempts are disturbed, the times of the fastest. `spent`:
+    returns the nanoseconds of the last run."""
     best: Times | None = None
     for _ in range(_ATTEMPTS):
         before, begin = waited(), time.perf_counter()
@@ -143,7 +145,7 @@ def _options(library: Path) -> Options:
 
 @functools.cache
 def code_version() -> str:
-    """The version of all that generates kernels: TVM, and a digest of the sources of this package."""
+    """The version of all code that generates kernels: TVM's version, and a digest of the sources of `backends.tvm`."""
     digest = hashlib.blake2b(digest_size=6)
     for path in _OWN_CODE:
         digest.update(path.read_bytes())
@@ -164,7 +166,7 @@ def _compiled(
         return compile_region(
             model, whole, types, machine, channels_last=channels_last, algorithms=algorithms
         )
-    except BackendError:  # the operator stays with ONNX Runtime, as in a network
+    except BackendError:  # in a network, too, ONNX Runtime would compute this operator
         return None
 
 
@@ -194,7 +196,7 @@ def _with_channels_last(model: ModelProto, feeds: dict[str, Array]) -> None:
 
 
 def _move_channels(value: ValueInfoProto, name: str) -> None:
-    """Rename an image, and move its channels last."""
+    """Rename an image, and change its declared shape to channels last."""
     value.name = name
     dims = value.type.tensor_type.shape.dim
     sizes = [dims[axis].dim_value for axis in _LAST]

@@ -1,4 +1,5 @@
-"""Keeps indices that are data inside their tables, and reports those that are not as errors of the caller.
+"""Keeps indices that are computed or given at run time inside their tables, and reports indices outside as errors of
+the caller.
 
 TVM's kernels read and write wherever an index points. So each index first goes through `inside`, which counts negative
 ones from the end and moves those outside to the nearest end: a kernel stays in its memory for all data, even if only
@@ -79,9 +80,11 @@ class Bounds:
     checked: list[_CheckedTensor] = field(default_factory=list)
 
     def operands(self, node: Node, op: str, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> list[Any]:
-        """The operands of a node, with indices moved inside their tables. Their checks are added.
+        """The operands of a node, with indices moved inside their tables. Checks of these indices are added to the
+        module.
 
-        Raises BackendError for constant indices outside, and for sizes of tables that the operator does not admit.
+        Raises BackendError for constant indices outside their tables, and for sizes of tables that the operator does
+        not admit.
         """
         rule = RULES.get(op)
         operands = list(inputs)
@@ -104,7 +107,7 @@ class Bounds:
         return [entry.check for entry in self.checked]
 
     def add_check(self, check: Check, tensor: Any, column: int | None = None) -> None:
-        """Check a tensor of integers, or one column of it: now if it is constant, otherwise at each run."""
+        """Check a tensor of integers, or one column of it: at once if the tensor is constant, otherwise at each run."""
         shape = sizes(tensor)
         if shape is not None and 0 in shape:
             return
@@ -118,8 +121,8 @@ class Bounds:
     def index(
         self, node: Node, operand: int, operands: list[Any], extents: Sequence[int], *, wraps: bool = True
     ) -> None:
-        """Move the indices in operand `operand` inside their table, and check them. `extents`: one for the entire
-        tensor, or one for each column.
+        """Move the indices in operand `operand` inside their table, and check them. `extents`: the size of the table,
+        for the entire tensor or for each of its columns.
 
         `wraps`: negative indices count from the end.
         """
@@ -137,8 +140,8 @@ class Bounds:
 
 
 def inside(x: Any, extents: Sequence[int], wraps: bool) -> Any:
-    """Indices moved to 0 ... extent - 1. Negative ones count from the end (with `wraps`); those outside become the
-    nearest end. `extents`: one for all indices, or one for each column."""
+    """Indices moved to 0 ... extent - 1. Negative ones count from the end (with `wraps`); indices outside become the
+    nearest end. `extents`: one extent for all indices, or one for each column."""
     from tvm import te, tirx
 
     def element(*i: Any) -> Any:
@@ -155,7 +158,8 @@ def inside(x: Any, extents: Sequence[int], wraps: bool) -> Any:
 
 
 def least_and_greatest(tensors: Sequence[Any], columns: Sequence[int | None]) -> Any:
-    """The least and greatest number of each tensor, or of a column of its last dimension, as int64[tensors, 2]."""
+    """The least and the greatest number of each tensor (of only one column of its last dimension, if `columns` has its
+    number), as int64[tensors, 2]."""
     from tvm import te, tirx
 
     def end(x: Any, column: int | None, reduce: Callable[..., Any]) -> Any:
@@ -302,7 +306,8 @@ def _aligned(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str
 
 
 def _pooled(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    """Each region has five numbers, of which the first is the index of its image, as a float."""
+    """The operands of a pool of regions, with the indices of images moved inside the table. Each region is five floats,
+    of which the first is the index of its image."""
     images = _shape_of(node, operands[0])
     batches = bounds.builder.emit_te(first_column, operands[1], primfunc_name_hint="first_column")
     column = [operands[0], batches]
@@ -328,8 +333,9 @@ def with_first(x: Any, column: Any) -> Any:
 
 
 def _divided(bounds: Bounds, node: Node, operands: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    """Division of integers. By zero it would crash the process, and so would the least integer by -1. Zero becomes 1
-    and is reported; the least integer divided by -1 is itself."""
+    """The operands of a division of integers, with a divisor that does not crash the process. It would crash on
+    division by zero, and of the least integer by -1. In both cases the divisor becomes 1. A zero is reported as an
+    error."""
     import numpy as np
     from tvm import relax
 
@@ -363,7 +369,7 @@ def cast(builder: Any, x: Any, kind: str) -> Any | None:
     """Floats as integers of 32 or 64 bits, converted as ONNX Runtime's processor does. None for other conversions.
 
     Numbers that do not fit, and NaN, become the least integer, which is no valid index. TVM's importer would convert
-    NaN and infinity to 0, which is one.
+    NaN and infinity to 0, which is a valid index.
     """
     from tvm import relax
 

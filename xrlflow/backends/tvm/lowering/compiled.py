@@ -45,7 +45,7 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Interface:
     """What a compiled model reads and returns, and the processor and version of TVM that it was compiled for. With
-    `checks` it has one output after `outputs`: the numbers to check."""
+    `checks` the model has one more output after `outputs`: the numbers to check."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[str, ...]
@@ -65,8 +65,8 @@ class Interface:
 class TvmModel:
     """A model that was compiled for fixed sizes, loaded in this process. See `CompiledModel`.
 
-    Calls from several threads run one after the other. `chosen`: the algorithms of layers, if it was compiled in this
-    process.
+    Calls from several threads run one after the other. `chosen`: the algorithms that were chosen for layers, if the
+    model was compiled in this process.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class TvmModel:
         return self._call(self._arguments(feeds))
 
     def caller(self, feeds: Feeds) -> Callable[[], object]:
-        """A function that runs the model once on `feeds`, from arrays to arrays, as a user's program would."""
+        """A function that runs the model once on `feeds`, with arrays as inputs and outputs, as a user's program
+        would."""
         arrays = same_feeds(feeds)
         self.run(arrays)
         return lambda: self._call(self._arguments(arrays))
@@ -156,8 +157,8 @@ class TvmModel:
         return self.interface.results([value.numpy() for value in values])
 
     def settle(self, path: str | os.PathLike[str]) -> None:
-        """Save the model to a temporary file, then run it and save it from there: TVM generates machine code for each
-        of loading and saving. The file may be removed, but nobody may write to it. Raises BackendError."""
+        """Save the model to a temporary file. Later runs and saves use this file, because TVM would generate the
+        machine code anew for each of them. The file may be removed, but nobody may write to it. Raises BackendError."""
         self.save(path)
         self._settle(path)
 
@@ -193,9 +194,9 @@ class TvmModel:
         """Write the model as one shared library with its weights, and its interface as a `.json` file in the same
         folder.
 
-        The files are written completely or not at all. The interface also describes the library that is replaced, in
-        case the process ends between the two. Raises BackendError if there is no linker (a C compiler), if linking
-        fails, or if a file cannot be written.
+        The files are written completely or not at all. The interface file also describes the library that is replaced,
+        in case the process ends after writing only one of the two files. Raises BackendError if there is no linker (a C
+        compiler), if linking fails, or if a file cannot be written.
         """
         target = Path(path)
         if target.suffix != SUFFIX:
@@ -228,7 +229,7 @@ class TvmModel:
 
 
 def _described(library: Path) -> dict[str, Any] | None:
-    """The description of the library that is now at this path (see `save`); None if none fits."""
+    """The description of the library that is now at this path (see `save`); None if no description fits."""
     try:
         stored = json.loads(_description(library).read_text())
         entries = (stored, stored.pop("replaced", None))
@@ -303,8 +304,8 @@ def _loaded(file: Path) -> Any:
     import tvm_ffi
 
     try:
-        # The library is loaded under a unique name: if a library was replaced, the system's loader would return the old
-        # one of that name. (`tvm.runtime.load_module` would resolve the link.)
+        # The library is loaded under a unique name: if the file of a library was replaced, the system's loader would
+        # return the old library of the same name. (`tvm.runtime.load_module` would resolve the link.)
         with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder, _silent():
             name = Path(folder) / file.name
             name.symlink_to(file.resolve())
@@ -405,7 +406,7 @@ def compiled(
     shapes: Mapping[str, Sequence[int]] | None = None,
     algorithms: Algorithms = DEFAULT,
 ) -> TvmModel:
-    """Compile an ONNX ModelProto for `machine`. `algorithms`: those that layers may use.
+    """Compile an ONNX ModelProto for `machine`. `algorithms`: the algorithms that layers may use.
 
     Raises BackendError for models that cannot be lowered (see `importer.import_model`).
     """

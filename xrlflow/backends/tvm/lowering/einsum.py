@@ -14,9 +14,9 @@ _FLOATS = frozenset({"float16", "float32", "float64"})
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """An equation of two operands. The letters of `batch` are in both operands and in the result, those of `rows` in
-    the first operand and the result, those of `columns` in the second operand and the result, and those of `summed` in
-    both operands only."""
+    """An Einsum equation of two operands. The letters of `batch` are in both operands and in the result, those of
+    `rows` in the first operand and the result, those of `columns` in the second operand and the result, and those of
+    `summed` in both operands only."""
 
     first: str
     second: str

@@ -30,15 +30,15 @@ from xrlflow.backends.tvm.toolchain.reading import constant, known_value, sizes
 from xrlflow.onnxio import ModelError
 from xrlflow.onnxio.versions import raised
 
-# TVM's importer takes these com.microsoft operators for ONNX's of the same name, which have other inputs and
-# attributes.
+# TVM's importer confuses these com.microsoft operators with ONNX operators of the same names, which have other inputs
+# and attributes.
 _MISREAD = frozenset({"Attention"})
 _ENDS = object()
 """The importer's name of the additional output (see `bounds`)."""
 
 
 class NodeRefused(BackendError):
-    """A node that TVM's importer, or our part of it, refuses. `title`: its name in messages."""
+    """TVM's importer, or our extension of it, refuses a node. `title`: the node's name in messages."""
 
     def __init__(self, error: BackendError, title: str, results: Sequence[str]) -> None:
         super().__init__(str(error))
@@ -67,8 +67,8 @@ def _converters() -> Mapping[str, Any]:
 
 @heeding_interrupts()
 def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
-    """A Relax module for an ONNX ModelProto, with weights as constants. `checks.checks_of` returns its checks of
-    indices.
+    """A Relax module for an ONNX ModelProto, with weights as constants. `checks.checks_of` returns the module's checks
+    of indices.
 
     Raises BackendError, before any work, for operators that cannot be lowered, for inputs whose dimensions are not
     numbers (bind them with `shapes`), and for constant indices outside their tables. NodeRefused is raised for a node
@@ -126,12 +126,12 @@ _FOLDED = {"Max": "maximum", "Min": "minimum", "Sum": "add", "Mean": "add"}
 
 
 def _fold(builder: Any, op: str, inputs: Sequence[Any]) -> Any:
-    """One of `_FOLDED`, with two operands at a time."""
+    """An operator of `_FOLDED`, applied to two operands at a time."""
     from tvm import relax
     from tvm.ir import GenericConst
 
     two = getattr(relax.op, _FOLDED[op])
-    # Maximum and minimum keep NaN in the second operand only. So constants come first.
+    # Maximum and minimum return NaN only if it is in the second operand. So constants become the first operands.
     inputs = sorted(inputs, key=lambda x: not isinstance(x, GenericConst))
     folded = functools.reduce(lambda a, b: builder.normalize(two(a, b)), inputs)
     if op != "Mean":
@@ -140,8 +140,8 @@ def _fold(builder: Any, op: str, inputs: Sequence[Any]) -> Any:
 
 
 def _of_two(builder: Any, op: str, inputs: Sequence[Any], opset: int) -> Any | None:
-    """Clip or one of `_FOLDED`, as operators with two operands. None if all operands are constant, and for Clip with
-    computed bounds."""
+    """Clip, or an operator of `_FOLDED`, as operators with two operands. None if all operands are constant, and for a
+    Clip whose bounds are computed."""
     from tvm.ir import GenericConst
 
     if op in _FOLDED and not all(isinstance(x, GenericConst) for x in inputs):
@@ -159,7 +159,7 @@ def _clip(builder: Any, result: Any, bounds: Sequence[Any]) -> Any:
 
     for bound, nearest in zip(bounds, (relax.op.maximum, relax.op.minimum)):
         if bound is not None:
-            result = builder.normalize(nearest(bound, result))  # NaN is kept in the second operand only
+            result = builder.normalize(nearest(bound, result))  # returns NaN only if it is second
     return result
 
 
@@ -182,8 +182,8 @@ def _as_tensor(name: str, value: Any) -> Any:
 
 
 def _checked(results: Sequence[str], value: Any, types: Mapping[str, Any]) -> Any:
-    """The value that TVM's importer computes for a node. Raises BackendError if a result has not the type and size that
-    ONNX infers."""
+    """The value that TVM's importer computes for a node. Raises BackendError if a result does not have the type and
+    size that ONNX infers."""
     from tvm import relax
 
     kinds = list(value.ty.fields) if isinstance(value.ty, relax.TupleType) else [value.ty]
@@ -191,7 +191,7 @@ def _checked(results: Sequence[str], value: Any, types: Mapping[str, Any]) -> An
         if name in types and isinstance(kind, relax.TensorType):
             extents = (
                 list(kind.shape.values) if isinstance(kind.shape, relax.ShapeExpr) else None
-            )  # else computed
+            )  # all other results are computed
             fixed = extents is not None and all(hasattr(n, "value") for n in extents)
             shape = [int(n) for n in extents or ()] if fixed else None
             if difference := disagreement(types[name], str(kind.dtype), shape):

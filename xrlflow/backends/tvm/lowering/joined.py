@@ -46,8 +46,8 @@ def joined(module: Any) -> tuple[Any, tuple[Array, ...]]:
 
 
 def _check(plan: ExecutionPlan) -> None:
-    """Raise BackendError if a call is no call of a kernel, or if it reads a tensor that no earlier call has written (a
-    view of another tensor)."""
+    """Raise BackendError if the plan calls something other than a kernel, or if a call reads a tensor that no earlier
+    call has written (a view of another tensor)."""
     written = {
         n for n, tensor in enumerate(plan.tensors) if tensor.location in (Location.INPUT, Location.CONSTANT)
     }

@@ -18,7 +18,7 @@ from xrlflow.backends.tvm.lowering.einsum import legal_einsum
 from xrlflow.backends.tvm.toolchain.imported import Imported
 from xrlflow.backends.tvm.toolchain.reading import constant, known_value, sizes
 
-# A computed size may differ so much from an integer, in pixels: it was multiplied in single precision.
+# A computed size may differ by at most this many pixels from an integer, because it was multiplied in single precision.
 _WHOLE = 1e-3
 
 
@@ -31,7 +31,8 @@ def lowered(op: str, node: Imported) -> Any | None:
 
 
 def _dropout(node: Imported) -> Any:
-    """The input, and a mask of True. TVM's own operator returns a mask of numbers, and its change of layouts fails."""
+    """The input, and a mask of True. TVM's own operator returns a mask of numbers, and makes TVM's change of layouts
+    fail."""
     from tvm import relax
 
     x, training = node.inputs[0], node.given(2)
@@ -49,8 +50,9 @@ def _batch_norm(node: Imported) -> None:
 
 
 def _layer_norm(node: Imported) -> Any | None:
-    """LayerNormalization. Several axes become one, since TVM's change of layouts would not transpose scale and bias.
-    TVM's importer returns constants as mean and deviation: here they are computed."""
+    """The results of LayerNormalization; None if TVM's importer lowers it correctly. Several axes are merged into one,
+    since TVM's change of layouts would not transpose scale and bias. TVM's importer returns constants as mean and
+    deviation: here these two results are computed."""
     from tvm import relax
 
     x, scale, bias = node.inputs[0], node.inputs[1], node.given(2)
@@ -92,7 +94,7 @@ def _rms_norm(node: Imported) -> Any | None:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a tensor, each of which is normalised. `outer`: the dimensions of rows; `along`: the dimensions
+    """The rows of a tensor. Each row is normalised on its own. `outer`: the dimensions of rows; `along`: the dimensions
     within a row."""
 
     node: Imported
@@ -114,19 +116,19 @@ class _Rows:
         return math.prod(self.along)
 
     def flat(self, x: Any) -> Any:
-        """The tensor with one dimension within a row."""
+        """The tensor, reshaped to one dimension within a row."""
         from tvm import relax
 
         return x if len(self.along) == 1 else self.node.emit(relax.op.reshape(x, (*self.outer, self.length)))
 
     def back(self, x: Any, along: Sequence[int]) -> Any:
-        """A tensor of rows with these dimensions within a row."""
+        """A tensor of rows, reshaped to the dimensions `along` within a row."""
         from tvm import relax
 
         return x if len(along) == 1 else self.node.emit(relax.op.reshape(x, (*self.outer, *along)))
 
     def spread(self, weight: Any) -> Any:
-        """A scale or bias as one row. Raises BackendError if it is not the same for all rows."""
+        """A scale or bias as one row. Raises BackendError if rows have different scales or biases."""
         from tvm import relax
 
         shape = sizes(weight)
@@ -160,7 +162,7 @@ class _Rows:
 
 
 def _transposed_convolution(node: Imported) -> None:
-    """ConvTranspose: replace an output shape, which TVM's importer ignores, by borders."""
+    """ConvTranspose: replace an output shape, which TVM's importer ignores, by the borders that give this shape."""
     attributes, image = node.attributes, sizes(node.inputs[0])
     if "output_shape" not in attributes:
         return
@@ -233,7 +235,7 @@ def _resize(node: Imported) -> None:
     # TVM divides by the size minus one.
     if 1 in resized[2:] and (crops or mode in (b"align_corners", "align_corners")):
         raise node.refused("of corners to one pixel")
-    # ONNX Runtime copies along an axis that keeps its size.
+    # ONNX Runtime only copies along an axis whose size does not change, but TVM would shift pixels.
     shifts = mode in (b"tf_half_pixel_for_nn", "tf_half_pixel_for_nn")
     shifts &= attributes.get("mode", b"nearest") not in (b"nearest", "nearest")
     if (crops or shifts) and any(image == result for image, result in pairs):

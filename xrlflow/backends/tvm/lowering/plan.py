@@ -28,8 +28,8 @@ COPY = "xrlflow_copy"
 
 
 class Location(Enum):
-    """Where the elements of a tensor are. For the arena, `offset` of a `Tensor` is in bytes; for the others, it is the
-    number of the input, output or constant."""
+    """Where the elements of a tensor are. In the arena, `offset` of a `Tensor` is in bytes. For other locations, it is
+    the number of the input, output or constant."""
 
     INPUT = "INPUT"
     OUTPUT = "OUTPUT"
@@ -63,7 +63,8 @@ class Call:
 class ExecutionPlan:
     """What a region does in one run. Inputs and outputs are numbers of tensors, outputs in the order of the region.
 
-    `checked`: the tensor with the least and greatest indices, for `checks`. `arena`: the bytes of the arena.
+    `checked`: the tensor with the least and the greatest of the indices that `checks` compares. `arena`: the bytes of
+    the arena.
     """
 
     tensors: tuple[Tensor, ...]
@@ -121,7 +122,7 @@ def sequence(module: Any) -> Any:
 
 
 def plan_of(module: Any) -> ExecutionPlan:
-    """The plan of a module of `sequence`.
+    """The plan of a module that `sequence` returned.
 
     Raises BackendError for modules that a library of kernels cannot have: with functions of TVM's runtime, sizes that
     are not numbers, or values that are no tensors.
@@ -133,8 +134,8 @@ def plan_of(module: Any) -> ExecutionPlan:
 
 @dataclass(slots=True)
 class _Storage:
-    """The elements of a tensor, which several views may share. `number`: of the input, output or constant. `first` and
-    `last`: the calls that use it."""
+    """The elements of a tensor, which several views may share. `number`: the number of the input, output or constant.
+    `first` and `last`: the first and the last call that uses the elements."""
 
     location: Location
     bytes: int
@@ -152,7 +153,7 @@ class _View:
 
 @dataclass(slots=True)
 class _Reading:
-    """Reads "main" into a plan."""
+    """Translates "main" into a plan."""
 
     checks: tuple[Check, ...]
     storages: list[_Storage] = field(default_factory=list)
@@ -203,7 +204,8 @@ class _Reading:
         return self.numbers[view]
 
     def _value(self, value: Any, variable: Any) -> Any:
-        """The tensor, or the tensors, of an expression. The call of a kernel is added to the plan, and has no value."""
+        """The tensor of an expression, or its tuple of tensors. If the expression calls a kernel, the call is added to
+        the plan, and there is no value."""
         from tvm import relax
         from tvm.ir import GenericConst, GlobalVar
 
@@ -267,8 +269,8 @@ class _Reading:
         storage.last = now
 
     def _output(self, view: _View, number: int) -> int:
-        """The tensor of an output in the caller's memory. If a kernel computes it only for this output, the kernel
-        writes it there; otherwise it is copied."""
+        """The number of the tensor of an output in the caller's memory. If a kernel computes the tensor only for this
+        output, the kernel writes to that memory; otherwise the tensor is copied."""
         storage = self.storages[view.storage]
         if storage.location is Location.ARENA and self._number(view) != self.checked:
             storage.location, storage.number = Location.OUTPUT, number
@@ -299,7 +301,7 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """The bytes of a tensor, and the first and last of the calls that use it."""
+    """The size of a tensor in bytes, and the first and the last call that uses it."""
 
     bytes: int
     first: int
@@ -334,5 +336,5 @@ def _title(value: Any) -> str:
     name = operator(value)
     if name.startswith("relax.call_") and value.args:
         name = str(getattr(value.args[0], "global_symbol", name))
-    outside = str(getattr(getattr(value, "op", None), "global_symbol", ""))  # of a function of the runtime
+    outside = str(getattr(getattr(value, "op", None), "global_symbol", ""))  # for a function of the runtime
     return (name or outside).rpartition(".")[2] or type(value).__name__

@@ -18,15 +18,15 @@ _SUPPORTED = frozenset(
         "UINT32", "UINT64", "UNDEFINED",
     )
 )  # fmt: skip
-# Initialisers with more elements are not read to infer sizes.
+# Initialisers with more elements than this are not read to infer sizes.
 _SMALL = 1024
 
 
 def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str, TypeProto]:
     """The types of all values of a model whose inputs have these sizes, as far as ONNX infers them.
 
-    Results of pools with ceil_mode have no sizes: ONNX counts a window that begins in the padding, while runtimes and
-    the specification do not.
+    Results of pools with ceil_mode get no sizes: ONNX's inference counts a window that begins in the padding, while
+    runtimes and the specification do not count it.
     """
     light = ModelProto(ir_version=model.ir_version)
     light.opset_import.extend(model.opset_import)
@@ -82,8 +82,8 @@ def check_types(types: Mapping[str, TypeProto]) -> None:
 
 
 def disagreement(kind: TypeProto, dtype: str, shape: Sequence[int] | None) -> str | None:
-    """How a tensor of this type and shape (None: unknown) differs from the declared type `kind`; None if it does
-    not."""
+    """How a tensor of this type and shape (None: unknown) differs from the declared type `kind`; None if it does not
+    differ."""
     tensor = kind.tensor_type
     if not kind.HasField("tensor_type") or not tensor.elem_type:
         return None

@@ -8,7 +8,7 @@ Every function from Relax's fusion has at most one anchor, the block that does t
   and multiplies them with mr values broadcast from the other (Goto and van de Geijn, Anatomy of High-Performance Matrix
   Multiplication, 2008). Constant weights are packed into panels of nr columns, once, when the model is compiled. The
   epilogue runs on the tile while it is in registers.
-- the same, channelwise (depthwise Conv): a small tile moves along the innermost row, so that the weights of its
+- `contraction`, channelwise (depthwise Conv): a small tile moves along the innermost row, so that the weights of its
   channels stay in registers.
 - `planes`, a depthwise Conv with channels first: one plane after the other, with a tile of a few rows in vectors along
   them.

@@ -1,4 +1,5 @@
-"""Functions that all schedulers share: they read a function's blocks, and inline those around the anchor."""
+"""Functions that all schedulers share: they read a function's blocks, and inline the blocks around the anchor (the
+block that does the work)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from xrlflow.backends.tvm.schedules.ratings import Tile
 # The scope of a tile: a thread's stack. LLVM turns it into registers.
 LOCAL = "local"
 _UNROLLED = 64
-# The number of vectors of results at a time, in a reduction across memory.
+# The number of vectors of results that are computed at the same time if neighbours in memory belong to different
+# results.
 ABREAST = 4
 # Functions with fewer operations run in one thread: waking another thread takes some microseconds.
 WORTH_A_THREAD = 30_000
@@ -46,7 +48,7 @@ def outputs_of(sch: Any) -> set[str]:
 
 
 def anchors_of(sch: Any) -> list[Any]:
-    """The blocks that reduce."""
+    """The blocks that compute a reduction (candidates for the anchor)."""
     return [b for b in blocks_of(sch) if any(int(v.iter_type) == 2 for v in sch.get(b).iter_vars)]
 
 
@@ -122,7 +124,8 @@ def elements_of(sch: Any, block: Any) -> int:
 
 
 def elements_used(sch: Any, block: Any) -> int:
-    """The number of a block's results that are used: fewer than all if its only consumer crops them."""
+    """The number of those results of a block that are used: fewer than all if the only consumer of the block crops
+    them."""
     from tvm.ir.expr import TensorLoad
 
     consumers = list(sch.get_consumers(block))
@@ -138,7 +141,7 @@ def elements_used(sch: Any, block: Any) -> int:
 
 
 def _spreads(sch: Any, anchor: str, block: Any, elements: int) -> bool:
-    """Whether a larger block lies between the anchor and this one."""
+    """Whether a block with more elements lies between the anchor and this block."""
     return any(
         name_of(sch, p) != anchor
         and (elements_of(sch, p) > elements or _spreads(sch, anchor, p, elements))

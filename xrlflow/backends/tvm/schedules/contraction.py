@@ -30,7 +30,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 # The annotation of a block that packs a constant: SplitLayoutRewritePreproc makes it a function, which constant folding
 # runs.
 _PACKING = "meta_schedule.layout_rewrite_preproc"
-# Groups with fewer columns are not treated as contractions.
+# Grouped convolutions whose groups have fewer columns are not treated as contractions.
 _NARROWEST = 4
 # Longer reductions are summed in chunks, because rounding errors grow with the number of terms of an accumulator.
 _CHUNK = 128
@@ -38,7 +38,7 @@ _CHUNK = 128
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """What a contraction block computes, by positions of its iterators.
+    """What a contraction block computes. The fields are positions of the block's iterators.
 
     `column`: the last output dimension. `rows`: the output dimensions that only the broadcast operand has, the
     innermost last. `weights`: the position, among the block's reads, of the operand with the columns; None if both
@@ -77,7 +77,7 @@ def _contraction(sch: Any, block: Any) -> Contraction | None:
         return None
     analyzer = sym.Analyzer()
     for variable in variables:
-        # An output dimension of extent 1 may look like the number 0, but a product of one row has rows.
+        # An output dimension of extent 1 may look like the constant index 0, but it is still a dimension of rows.
         if int(variable.iter_type) == 2 or extent_of(variable) != 1:
             analyzer.bind(variable.var, variable.dom)
     indices = [analyzer.simplify(i) for i in node.body.indices]
@@ -120,8 +120,8 @@ def _contraction(sch: Any, block: Any) -> Contraction | None:
 
 def _split_groups(sch: Any, block: Any) -> None:
     """Rewrite a grouped convolution as a batch of contractions: C[.., n] += A[.., n // m * k + r] * W[.., r, n] becomes
-    C[.., g, n] += A[.., g * k + r] * W[.., r, g * m + n]. Other blocks do not change, nor do groups of few columns, and
-    sums of one term, in which nothing would remain to be summed."""
+    C[.., g, n] += A[.., g * k + r] * W[.., r, g * m + n]. Other blocks do not change. Groups of few columns do not
+    change either, nor do sums of one term, which would have no terms to sum any more."""
     from tvm import sym, tirx
     from tvm.ir.expr import TensorLoad
 
@@ -165,7 +165,8 @@ def _split_groups(sch: Any, block: Any) -> None:
 
     if name_of(sch, block) in outputs_of(sch):
         sch.cache_write(block, 0, "global")
-    # The order matters: the other one leaves indices (g * m + n) // m, which compute_at cannot handle.
+    # The order of these two calls matters: in the other order, indices (g * m + n) // m remain, which compute_at cannot
+    # handle.
     result, parts = index_map(split, len(outputs), sch, block), index_map(split, len(variables), sch, block)
     sch.transform_block_layout(block, parts)
     sch.transform_layout(block, ("write", 0), result)
@@ -175,9 +176,9 @@ def _split_groups(sch: Any, block: Any) -> None:
 class Prepared:
     """A contraction whose function has been prepared: the blocks before and after it, and how its output can be tiled.
 
-    `flat`: the rows are one dimension, or can be made one. `row`: the dimension that is tiled. `cropped`: the result
-    has fewer columns than the contraction computes. Constant weights have been padded before (see `fusion.padding`), so
-    they are not padded here.
+    `flat`: the rows are one dimension, or can be made one. `row`: the output dimension whose elements are the rows of
+    tiles. `cropped`: the result has fewer columns than the contraction computes. Constant weights have been padded
+    before (see `fusion.padding`), so they are not padded here.
     """
 
     before: tuple[Any, ...]
@@ -192,7 +193,7 @@ class Prepared:
     def heuristic(self, machine: Machine) -> TileBlocking:
         tile = tile_of(self.grid, machine)
         if self.grid.channelwise:
-            # With few channels, threads that share them would read the same pages.
+            # If there are few channels, threads that divide channels among them would read the same pages of memory.
             return TileBlocking(tile, self.grid.columns // tile.columns >= 3 * machine.cores)
         return TileBlocking(tile, self.columns_first)
 
@@ -201,8 +202,8 @@ def prepare(sch: Any, block: Any, contraction: Contraction) -> Prepared:
     """Inline everything possible around a contraction, and analyse the remaining blocks."""
     inline_copies(sch, block)
     if contraction.weights is None:
-        # A condition for each vector costs less than a padded copy in memory, which would be read only as often as it
-        # is written.
+        # A condition for each vector costs less than a padded copy in memory, whose elements would be read only as often
+        # as they are written.
         for producer in sch.get_producers(block):
             sch.compute_inline(producer)
     before = tuple(sch.get_producers(block))
@@ -229,7 +230,8 @@ def prepare(sch: Any, block: Any, contraction: Contraction) -> Prepared:
         count if flat else extents[row], column, row_stride, reduction, padded, padded and not constant,
         contraction.weights is None,
     )  # fmt: skip
-    # The larger operand is read once: the dimension on which it does not depend becomes the inner loop.
+    # So that the larger operand is read only once, the dimension on which this operand does not depend becomes the
+    # inner loop.
     columns_first = contraction.weights is not None and 4 * reduction * column > row_stride * count
     return Prepared(before, final, tuple(later), flat, row, grid, columns_first, cropped)
 
@@ -278,8 +280,8 @@ def schedule_contraction(
 class _Layout:
     """A contraction whose operands and result are laid out for tiles.
 
-    The blocks `before` run before the contraction. The block `final` writes the tiles to memory (None: there is none
-    yet). The block `cropped` removes the padding. `extents`: the contraction's loop extents.
+    The blocks `before` run before the contraction. The block `final` writes the tiles to memory (None: no such block
+    exists yet). The block `cropped` removes the padding. `extents`: the contraction's loop extents.
     """
 
     contraction: Contraction
@@ -317,7 +319,8 @@ class _Nest:
     """The tiled loops of a contraction. `outer` runs over tiles, `walk` (at most one loop) over the tiles of one
     thread.
 
-    The reductions, and the rows and columns of a tile, are inside. `partial`: the block that sums one chunk.
+    The loops of the reductions, and of the rows and columns of a tile, are inside these loops. `partial`: the block
+    that sums one chunk.
     """
 
     outer: Any
@@ -382,7 +385,7 @@ def _sum_chunks(sch: Any, block: Any, reductions: Sequence[Any]) -> Any | None:
 def chunk(extents: Sequence[int]) -> tuple[int, int] | None:
     """Where to split loops of these extents into chunks of about `_CHUNK` terms: (index of the loop, inner extent).
 
-    None for a short reduction, and if no factor divides it into such chunks.
+    None for a short reduction, and if no factor divides the reduction into such chunks.
     """
     terms = math.prod(extents)
     if terms <= _CHUNK * 3 // 2:
@@ -477,7 +480,7 @@ def _pad(sch: Any, block: Any, contraction: Contraction, row: int, tile: Tile) -
 
 
 def _flat_rows(sch: Any, block: Any, contraction: Contraction) -> bool:
-    """Whether the broadcast operand is indexed by the row iterators themselves, so that they can become one
+    """Whether the broadcast operand is indexed by the row iterators themselves, so that all rows can become one
     dimension."""
     from tvm.ir.expr import TensorLoad
 
@@ -495,7 +498,7 @@ def _flat_rows(sch: Any, block: Any, contraction: Contraction) -> bool:
 
 
 def _keeps_rows(sch: Any, final: Any, extents: Sequence[int], contraction: Contraction) -> bool:
-    """Whether the final block has all rows, so that at most columns are cropped."""
+    """Whether the final block has all rows, so that it crops at most columns."""
     return extents_of(sch, final)[: len(contraction.rows)] == [extents[p] for p in contraction.rows]
 
 

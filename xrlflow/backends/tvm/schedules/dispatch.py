@@ -24,7 +24,7 @@ def schedule(mod: Any, machine: Machine) -> Any:
     """TVM's schedule of a module with one primitive function named "main".
 
     If a scheduler fails, the function runs in one thread without a schedule, which is slow but right, and a warning is
-    given.
+    issued.
     """
     from tvm.s_tir import Schedule, ScheduleError
 
@@ -61,7 +61,8 @@ def apply(mod: Any, machine: Machine, choice: TileBlocking | None = None) -> Any
 
 
 def choices(mod: Any, machine: Machine, limit: int = 64) -> list[TileBlocking]:
-    """The best tiles for "main" with either order, at most `limit`, best first; [] if it is not a contraction."""
+    """The best tiles for "main", best first, each with both orders of tiles (see `TileBlocking`): at most `limit`
+    blockings. The list is empty if "main" is not a contraction."""
     workload = _workload(mod)
     if workload is None:
         return []
@@ -71,13 +72,14 @@ def choices(mod: Any, machine: Machine, limit: int = 64) -> list[TileBlocking]:
 
 
 def heuristic(mod: Any, machine: Machine) -> TileBlocking | None:
-    """The tile for "main" without tuning; None if it is not a contraction."""
+    """The tile for "main" without tuning; None if "main" is not a contraction."""
     workload = _workload(mod)
     return None if workload is None else workload.heuristic(machine)
 
 
 def _workload(mod: Any) -> Prepared | None:
-    """The contraction of "main"; None if it is not a contraction, or if the blocks around it cannot be scheduled."""
+    """The contraction of "main"; None if "main" is not a contraction, or if the blocks around it cannot be
+    scheduled."""
     from tvm.s_tir import Schedule, ScheduleError
 
     sch = Schedule(mod, debug_mask="none")

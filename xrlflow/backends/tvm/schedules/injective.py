@@ -10,7 +10,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 
 
 def parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
-    """Schedule an injective block: vectorise its innermost dimension, and run the others in parallel."""
+    """Schedule an injective block: vectorise its innermost dimension, and run the other dimensions in parallel."""
     loops = sch.get_loops(block)
     extents = [int(sch.get(loop).extent) for loop in loops]
     elements = math.prod(extents)
@@ -39,7 +39,8 @@ def parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
 
 
 def _contiguous_dimension(sch: Any, block: Any) -> int | None:
-    """The output dimension along which a transposed operand is contiguous in memory; None if it is the last one."""
+    """The output dimension along which a transposed operand is contiguous in memory; None if it is the last
+    dimension."""
     node = sch.get(block)
     variables = [v.var for v in node.iter_vars]
     for region in node.reads:
@@ -74,6 +75,7 @@ def schedule_injective(sch: Any, machine: Machine) -> None:
 
 
 def dividing(extent: int, machine: Machine) -> int:
-    """The lanes of the longest vectors that divide `extent`, at least a quarter of a register; 0 if there are none."""
+    """The number of lanes of the longest vectors that divide `extent`, at least a quarter of a register; 0 if no such
+    vectors divide it."""
     lengths = (machine.lanes, machine.lanes // 2, machine.lanes // 4)
     return next((n for n in lengths if n > 1 and extent % n == 0), 0)

@@ -20,13 +20,13 @@ from xrlflow.backends.tvm.schedules.injective import dividing, parallel_vectors
 from xrlflow.backends.tvm.schedules.ratings import Tile
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# The rows of a tile of a plane, with 16 registers and with more.
+# The number of rows of a tile of a plane: with 16 vector registers, and with more.
 _PLANE_ROWS, _MORE_PLANE_ROWS = 4, 8
 
 
 def is_plane(sch: Any, block: Any) -> bool:
-    """Whether C[.., y, x] += A[.., y + ky, x + kx] * W[.., ky, kx]: each plane of the result depends on one plane of
-    A."""
+    """Whether a block computes C[.., y, x] += A[.., y + ky, x + kx] * W[.., ky, kx]: each plane of the result depends
+    on one plane of A."""
     from tvm import tirx
     from tvm.ir.expr import TensorLoad
 

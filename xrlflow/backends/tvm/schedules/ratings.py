@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 _MOST_ROWS = 14
-# The relative speed of a tile that LLVM does not keep in registers.
+# The speed of a tile that LLVM does not keep in registers, relative to other tiles.
 _SPILLS = 0.5
 # Rows whose distance is a multiple of this number of bytes share a set of an 8-way first-level cache.
 _PAGE = 4096
@@ -26,8 +26,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class TileBlocking:
-    """The blocking of a contraction: its tile, and whether tiles of one column follow each other (or those of one
-    row)."""
+    """The blocking of a contraction: its tile, and the order of tiles: whether the tiles of one column follow each
+    other, or the tiles of one row."""
 
     tile: Tile
     columns_first: bool
@@ -55,7 +55,7 @@ class Grid:
 
 
 def tile_of(grid: Grid, machine: Machine) -> Tile:
-    """The tile of a contraction: the first of the best of `rated_tiles`."""
+    """The tile of a contraction: the tile of `rated_tiles` with the best rating (of equal ratings, the first)."""
     rated = list(rated_tiles(grid, machine))
     highest = max(value for value, _ in rated)
     return next(tile for value, tile in rated if value > highest - 1e-9)
@@ -128,6 +128,6 @@ def _channelwise(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
 
 
 def _useful(extent: int, step: int) -> float:
-    """The useful part of a padded dimension, reduced by the cost of copying it."""
+    """The useful fraction of a padded dimension, reduced by the cost of the padded copy."""
     padded = -(-extent // step) * step
     return extent / padded * (0.9 if padded != extent else 1.0)

@@ -74,7 +74,7 @@ def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
             sch.compute_at(block, row, preserve_unit_loops=True)
     for block in blocks_of(sch):
         name = name_of(sch, block)
-        if name in partial:  # rfactor puts the lanes first
+        if name in partial:  # rfactor inserts the lanes as the first dimension
             lane, *steps = sch.get_loops(block)[1:]
             sch.reorder(*steps, lane)
             sch.vectorize(lane)
@@ -86,8 +86,8 @@ def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
 
 
 def _read_along_rows(sch: Any, rows: int) -> bool:
-    """Whether each block reads the results of other blocks only at its own row. The row is its first `rows`
-    iterators."""
+    """Whether each block reads the results of other blocks only at its own row. The first `rows` iterators of a block
+    are the row."""
     written = {region.source.name for block in blocks_of(sch) for region in sch.get(block).writes}
 
     def at_own_row(block: Any, region: Any) -> bool:
@@ -113,7 +113,7 @@ def _vectorize_last(sch: Any, block: Any, machine: Machine) -> None:
 
 
 def _is_dear(sch: Any, block: Any, reductions: set[str]) -> bool:
-    """Whether inlining would repeat a block's work, because several blocks or a reduction read it."""
+    """Whether inlining a block would repeat its work, because several blocks or a reduction read its results."""
     consumers = sch.get_consumers(block)
     return len(consumers) > 1 or any(name_of(sch, c) in reductions for c in consumers)
 
@@ -149,7 +149,7 @@ def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
             sch.parallel(sch.fuse(*sch.get_loops(block)[: len(spatial)]))
     elif not along and spatial and (lanes := dividing(extents[spatial[-1]], machine)):
         # Several adjacent vectors read full cache lines, and share the index computations of a row of the window. But
-        # there must be work for each core.
+        # enough loop iterations must remain for all cores.
         others = math.prod(extents[i] for i in spatial[:-1])
         parts = machine.cores if parallel else 1
         pieces = extents[spatial[-1]] // lanes

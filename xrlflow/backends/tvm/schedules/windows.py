@@ -21,7 +21,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 
 WINDOW = "xrlflow.window"
 """The annotation of blocks that reduce a window of pixels, channels last."""
-# A parallel loop runs over rows only if each core gets at least this many; otherwise over pixels.
+# A parallel loop runs over rows only if each core gets at least this many rows; otherwise it runs over pixels.
 _PARTS = 4
 
 

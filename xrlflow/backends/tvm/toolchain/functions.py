@@ -22,7 +22,7 @@ _EXP_MINUS = tuple(c if i % 2 else -c for i, c in enumerate(_EXP))
 # Beyond these limits, the result is infinite or zero without further code.
 _EXP_HIGHEST, _EXP_LOWEST = 89.0, -105.0
 _ROUNDING = 1.5 * 2**23 + 254
-# For a single factor, whose exponent ranges from that of zero to that of infinity.
+# For sigmoid, whose power of 2 is a single factor: its exponent bits range from those of zero to those of infinity.
 _SHORT_ROUNDING, _SIGMOID_HIGHEST = 1.5 * 2**23 + 127, 88.0
 _TANH_LIMIT = 7.90531110763549805
 _TANH_ABOVE = (
@@ -104,8 +104,8 @@ def like(x: Any, kind: str) -> str:
 
 
 def _each(name: str, x: Any) -> Any:
-    """A function of the C library, called for each element: called with a vector, it would compute the first one
-    only."""
+    """A function of the C library, called for each element of a vector: called with the vector, it would compute the
+    first element only."""
     from tvm import tirx
 
     lanes = int(like(x, "").removeprefix("x") or 1)
@@ -121,9 +121,9 @@ def _each(name: str, x: Any) -> Any:
 
 
 def bound(value: Any, body: Callable[[Any], Any]) -> Any:
-    """`body` of a variable that holds `value`, so that the value is computed once. If the value is a constant, `body`
-    of the constant. (TVM's simplification replaces such a variable by its constant, and fails if it sees the variable
-    twice.)"""
+    """The expression `body(variable)`, where the variable holds `value`, so that the value is computed once. If the
+    value is a constant, the expression is `body(value)`. (TVM's simplification replaces such a variable by its
+    constant, and fails if it sees the variable twice.)"""
     from tvm import tirx
 
     if isinstance(value.value if isinstance(value, tirx.Broadcast) else value, tirx.FloatImm | tirx.IntImm):

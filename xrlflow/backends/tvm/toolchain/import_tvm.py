@@ -16,10 +16,12 @@ from xrlflow.backends.tvm.toolchain import functions, gathers, powers, stack, un
 # Tensor intrinsics of other targets. MetaSchedule imports them all, and parsing their scripts takes 25 s in every fresh
 # process. Empty modules replace them.
 _FOREIGN = ("cuda", "arm_cpu", "hexagon", "metal", "riscv_cpu", "rocm")
-# TVM's threads spin while they wait for the next kernel, by default so long (300,000 turns) that they disturb other
-# programs. Kernels of one model are microseconds apart: 200 turns suffice, while 0 made MobileNetV2 1.5 times slower.
+# TVM's threads spin while they wait for the next kernel, by default so long (300,000 iterations) that they disturb
+# other programs. Kernels of one model are microseconds apart: 200 iterations suffice, while 0 made MobileNetV2 1.5
+# times slower.
 _SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "200")
-# TVM pins each of its threads to a CPU, but not the calling thread, which then often shares a CPU with one of them.
+# TVM pins each of its threads to a CPU, but not the calling thread, which then often shares a CPU with one of TVM's
+# threads.
 _BINDING = ("TVM_BIND_THREADS", "0")
 # By default TVM's pool has half as many threads as there are CPUs. This is the upper limit: models may use fewer.
 _THREADS = "TVM_NUM_THREADS"
@@ -33,15 +35,15 @@ def tvm() -> Any:
 
     Raises BackendError if TVM is not installed, or if its version does not work.
     """
-    global _loaded  # no cache, which could be cleared: TVM accepts the registrations of `_load` only once
+    global _loaded  # not functools.cache, which could be cleared: TVM accepts the registrations of `_load` only once
     if _loaded is None:
         _loaded = _load()
     return _loaded
 
 
 def from_json(text: str) -> Any:
-    """The object that `tvm.ir.save_json` of this version wrote. (TVM's own `load_json` first searches the text for what
-    older versions wrote, which takes as long as compiling.)"""
+    """The object that `tvm.ir.save_json` of this version wrote. (TVM's own `load_json` first searches the text for
+    constructs of older versions, which takes as long as compiling.)"""
     tvm()
     from tvm_ffi.serialization import from_json_graph_str
 

@@ -23,7 +23,7 @@ class Imported:
         return int(self.attributes["tvm_custom"]["num_outputs"])
 
     def given(self, index: int) -> Any | None:
-        """An operand; None if it is left out."""
+        """An operand; None if the node omits it."""
         return self.inputs[index] if index < len(self.inputs) else None
 
     def emit(self, expression: Any) -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 from xrlflow.backends.tvm.toolchain.functions import bound, clamped, horner, kind_of, like
 
 _PRECISE = "float64"
-# Minimax polynomials. The first is log2(m) / s as a function of s^2, where s = (m - 1) / (m + 1) and m is between the
-# roots of 1/2 and 2 (error 5e-12). The second is 2^r for |r| <= 1/2 (error 3e-9; half a unit in the last place is
+# Minimax polynomials. The first is log2(m) / s as a function of s^2, where s = (m - 1) / (m + 1) and m is between
+# sqrt(1/2) and sqrt(2) (error 5e-12). The second is 2^r for |r| <= 1/2 (error 3e-9; half a unit in the last place is
 # 6e-8).
 _LOG2 = (
     0.34072521312762044,
@@ -42,8 +42,8 @@ _FRACTION = (1 << 52) - 1
 _BIAS = 1 << 10  # keeps the exponents of all numbers above zero
 _TWO_52 = 0x4330000000000000  # the bits of 2^52, whose last place is worth 1
 _ROUNDING = 1.5 * 2**52
-# Integer exponents up to the first number become products. Up to the second number these are computed in single
-# precision, as in ONNX Runtime.
+# Powers with integer exponents up to the first number become products. Up to the second number, the products are
+# computed in single precision, as in ONNX Runtime.
 _LARGEST_PRODUCT, _SINGLE_PRODUCT = 8, 3
 
 
@@ -97,7 +97,8 @@ def _number(y: Any) -> float | None:
 
 
 def _product(x: Any, exponent: int) -> Any:
-    """x to the power of a small integer. Longer products, and divisions by products, are rounded once."""
+    """x to the power of a small integer. Products of several factors, and divisions by products, are computed in double
+    precision and rounded once."""
     from tvm import tirx
 
     one = tirx.const(1.0, x.ty.dtype)
@@ -125,7 +126,8 @@ def multiplied(x: Any, exponent: int) -> Any:
 
 
 def _root(x: Any) -> Any:
-    """x to the power 0.5. Unlike the square root, it is infinite for minus infinity, and plus zero for minus zero."""
+    """x to the power 0.5. Unlike the square root, the result is infinity for minus infinity, and plus zero for minus
+    zero."""
     from tvm import tirx
 
     def const(value: float) -> Any:
@@ -136,7 +138,7 @@ def _root(x: Any) -> Any:
 
 
 def _power(x: Any, y: Any) -> Any:
-    """2^(y log2 |x|), with the sign of an odd power; NaN for a negative number with an exponent that is not an
+    """2^(y log2 |x|), negative if x is negative and y is odd; NaN for a negative number with an exponent that is not an
     integer."""
     from tvm import tirx
 
@@ -178,8 +180,9 @@ def _power(x: Any, y: Any) -> Any:
 
 
 def _log2(size: Any, then: Callable[[Any], Any]) -> Any:
-    """`then` of the base-2 logarithm of a double that is not negative. size = m 2^k, where m is between the roots of
-    1/2 and 2. (`then` gets the variable of the result, since TVM's simplification fails on nested variables.)"""
+    """The expression that `then` returns for the base-2 logarithm of a double, `size`, that is not negative. size = m
+    2^k, where m is between sqrt(1/2) and sqrt(2). (`then` gets the variable of the logarithm, since TVM's
+    simplification fails on nested variables.)"""
     from tvm import tirx
 
     def const(value: float) -> Any:
@@ -201,13 +204,13 @@ def _log2(size: Any, then: Callable[[Any], Any]) -> Any:
 
     def special(logarithm: Any) -> Any:
         logarithm = tirx.Select(size == const(0.0), const(-math.inf), logarithm)
-        return bound(tirx.Select(size < const(math.inf), logarithm, size), then)  # infinity and NaN stay
+        return bound(tirx.Select(size < const(math.inf), logarithm, size), then)  # infinity and NaN remain
 
     return bound(tirx.reinterpret(like(size, "uint64"), size) + integer((_BIAS << 52) - _ROOT_OF_HALF), of)
 
 
 def _exp2(x: Any, then: Callable[[Any], Any]) -> Any:
-    """`then` of 2^x, for a double within `_EXPONENT_LIMIT`."""
+    """The expression that `then` returns for 2^x, where x is a double within `_EXPONENT_LIMIT`."""
     from tvm import tirx
 
     rounding, whole = tirx.const(_ROUNDING, x.ty.dtype), like(x, "uint64")

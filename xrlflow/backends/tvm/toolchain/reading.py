@@ -36,8 +36,8 @@ def numbers(values: Any) -> list[int]:
 
 
 def with_calls(module: Any, replace: Callable[[Any, Any], Any | None]) -> Any:
-    """The module in which calls of "main" are replaced. `replace(call, builder)` returns another expression, or
-    None."""
+    """The module in which calls of "main" are replaced. `replace(call, builder)` returns the expression that replaces
+    the call, or None if the call remains."""
     tvm()
     from tvm import relax
 
@@ -67,7 +67,8 @@ def constant(array: Any) -> Any:
 
 
 def known_value(tensor: Any) -> Any | None:
-    """The numbers of a constant, or of sizes that are numbers, as an array; None for other expressions."""
+    """The numbers of a constant, or of a shape whose dimensions are all numbers, as an array; None for other
+    expressions."""
     from tvm import relax, tirx
     from tvm.ir import GenericConst
 

@@ -1,8 +1,8 @@
 """Keeps small buffers on the stack, where LLVM turns them into registers.
 
-TVM takes a kernel's local buffers from its pool of workspaces (other buffers from 1,024 bytes on). For each tile of an
-output, that would be a call to get memory, one to clear it and one to release it, and the accumulators would be in that
-memory.
+TVM takes a kernel's local buffers from its pool of workspaces (other buffers from 1,024 bytes on). Each tile of an
+output would call the pool to get memory, to clear it and to release it, and its accumulators would be in memory instead
+of registers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 _MAX_BYTES = 4096
 CODE = "small buffers on the stack, long sums in chunks, rarely three, windows in registers"
-"""A description of the code that schedules lead to, in addition to TVM's version. Measured times are kept under it, so
-it must change when that code does."""
+"""A text that stands for the machine code of schedules, in addition to TVM's version. Measured times are stored with
+this text, so it must change whenever that code changes."""
 # TVM's annotation of an allocation that is left to code generation (LowerTVMBuiltin).
 _ON_STACK = "disable_lower_builtin"
 
 
 def register() -> None:
-    """Add this pass to those that lower kernels, once per process."""
+    """Add this module's pass to the passes that lower kernels, once per process."""
     from tvm import tirx
 
     passes, finalize_host, finalize_device = tirx.get_tir_pipeline("s_tir")
@@ -55,7 +55,7 @@ def _marked(statement: Any) -> Any:
 
 
 def rewritten(statement: Any, change: Callable[[Any], Any]) -> Any:
-    """A statement of TVM's, after `change` of each statement inside it and then of itself."""
+    """A TVM statement after `change` was applied to each statement inside it, and then to the statement itself."""
     from tvm import tirx
 
     def inside(part: Any) -> Any:

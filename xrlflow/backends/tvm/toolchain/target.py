@@ -15,10 +15,11 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 # LLVM's names of features, each with the floats in a vector register and the number of registers.
 _VECTORS = (("avx512f", 16, 32), ("avx2", 8, 16), ("avx", 8, 16), ("neon", 4, 32), ("sse2", 4, 16))
 # Processors that multiply and add full vectors half by half (Agner Fog, "The microarchitecture of Intel, AMD and VIA
-# CPUs"), so that a half vector takes half the time. On all others a half vector takes as long as a full one.
+# CPUs"), so that a half vector takes half the time. On all other processors a half vector takes as long as a full
+# vector.
 _IN_HALVES = frozenset({"znver4", "cannonlake", "icelake-client", "tigerlake", "rocketlake", "znver1"})
-# The prefixes of LLVM's features that are instructions which a compiler uses on its own: x86, then ARM. Most other
-# features only guide tuning, or are used only if a program requests them (AES, random numbers).
+# The prefixes of the names of those LLVM features that are instructions which a compiler uses by itself: for x86, then
+# for ARM. Most other features only guide tuning, or are used only if a program requests them (AES, random numbers).
 _INSTRUCTIONS = (
     *("sse", "ssse", "avx", "fma", "f16c", "bmi", "lzcnt", "popcnt", "crc32", "movbe", "xop", "tbm", "gfni", "vaes"),
     *("vpcl", "amx", "egpr", "ndd", "ccmp", "nf", "ppx", "push2pop2", "zu"),
@@ -53,8 +54,9 @@ class Machine:
     def keeps(self, rows: int, vectors: int) -> bool:
         """Whether LLVM keeps a tile of `rows` x `vectors` sums in registers, next to a row of vectors and a number.
 
-        With AVX2's 16 registers it spills some if fewer than four are left, and more than 8 rows have more addresses
-        than general registers hold (measured: twice to four times the time).
+        With AVX2's 16 vector registers, LLVM spills some sums if fewer than four registers remain free. More than 8
+        rows have more addresses than the general registers hold (measured: such kernels take two to four times as
+        long).
         """
         few = self.registers <= 16
         return rows * vectors <= self.registers - max(4, vectors + 1) and not (few and rows > 8)
@@ -70,8 +72,8 @@ def detect(cpu: str | None = None, cores: int | None = None, triple: str | None 
     """This machine, or another processor by LLVM's name (`cpu`), with `cores` cores (default: the physical ones).
 
     `triple`: LLVM's name of another system (`aarch64-linux-gnu`), for which `cpu` must be given. For this machine's
-    processor the size of its cache is read; for others a usual size is assumed. Raises BackendError if LLVM does not
-    know the system or the processor.
+    processor, the size of the second-level cache is read from the system; for other processors a usual size is assumed.
+    Raises BackendError if LLVM does not know the system or the processor.
     """
     ours, own = _here()
     if cpu is None and triple is not None:
@@ -108,14 +110,14 @@ def lacking(triple: str, cpu: str, there: System | None = None) -> tuple[str, ..
 
 
 def instructions(triple: str, cpu: str) -> tuple[str, ...]:
-    """The instructions, by LLVM's names, that code for a processor may have, and that another processor of the
+    """The instructions, by LLVM's names, that code for a processor may contain, and that another processor of the same
     architecture may lack. Those of AMX and SME are left out, since LLVM generates none of them by itself."""
     names = (f for f in _features(triple, cpu) if f.startswith(_INSTRUCTIONS))
     return tuple(sorted(f for f in names if not f.startswith(("amx", "sme"))))
 
 
 def _features_here() -> frozenset[str]:
-    """The features that the processor reports. A virtual machine may hide some."""
+    """The features that the processor reports. A virtual machine may hide some features."""
     features = tvm().get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
     return frozenset(str(name) for name, present in features.items() if present)
 

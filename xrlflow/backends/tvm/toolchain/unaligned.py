@@ -1,7 +1,7 @@
-"""Kernels that read or write memory of the caller, which may begin at any address.
+"""Compiles kernels that read or write memory of the caller, which may begin at any address.
 
 TVM's kernels assume that tensors begin at multiples of 64 bytes, and crash if vectors of other tensors are moved.
-Marked kernels do not assume it. They are as fast for tensors that begin at such multiples.
+Marked kernels do not assume this. For tensors that do begin at such multiples, they are as fast as unmarked kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def marked(function: Any) -> Any:
 
 
 def register() -> None:
-    """Add the pass for marked functions to those that lower kernels, once per process."""
+    """Add the pass for marked functions to the passes that lower kernels, once per process."""
     import tvm
     from tvm import tirx
 
@@ -40,7 +40,7 @@ def _module(mod: Any, context: Any) -> Any:
 
 
 def _forgetful(statement: Any) -> Any:
-    """The statement, in which a declaration of a tensor's alignment says 1 byte."""
+    """The statement, in which tensors are declared to be aligned to 1 byte only."""
     from tvm import tirx
 
     if isinstance(statement, tirx.AttrStmt) and statement.attr_key == _ALIGNMENT:
