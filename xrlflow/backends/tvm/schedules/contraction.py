@@ -202,8 +202,8 @@ def prepare(sch: Any, block: Any, contraction: Contraction) -> Prepared:
     """Inline everything possible around a contraction, and analyse the remaining blocks."""
     inline_copies(sch, block)
     if contraction.weights is None:
-        # A condition for each vector costs less than a padded copy in memory, whose elements would be read only as often
-        # as they are written.
+        # A condition for each vector costs less than a padded copy in memory, whose elements would be read only as
+        # often as they are written.
         for producer in sch.get_producers(block):
             sch.compute_inline(producer)
     before = tuple(sch.get_producers(block))
