@@ -21,9 +21,9 @@ class NotRepeatable(VerificationError):
 def blame(graph_at: Callable[[int], M], n_steps: int, check: Callable[[M], bool]) -> int:
     """The index of a substitution that breaks the model: the model is right before it and wrong after it.
 
-    `graph_at(k)` builds the model after the first k substitutions; `check` returns whether a model is right. Takes
-    2 + log2(n_steps) checks. If several substitutions break the model, or one repairs what another broke, the result is
-    one of those that break it.
+    `graph_at(k)` builds the model after the first k substitutions; `check` returns whether a model is right. Takes 2 +
+    log2(n_steps) checks. If several substitutions break the model, or a later one repairs it, the result is one of the
+    substitutions that break it.
 
     Raises NotASubstitution if `graph_at(0)` is wrong, and NotRepeatable if `graph_at(n_steps)` is right.
     """

@@ -1,8 +1,8 @@
 """Which branches of a model its inputs reach: a copy of the model counts how often each branch is taken.
 
-For every If, executions of either side are counted; for every Loop, executions with no, one and several iterations;
-bodies included. A counter inside a branch becomes a further output of it, 0 on the other side; a counter inside a loop
-becomes a further state.
+The copy counts the executions of each side of every If, and those of every Loop with no, one and several iterations,
+also in nested bodies. A counter inside a branch becomes a further output of the If, which is 0 in the other branch; a
+counter inside a loop becomes a further state of the Loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from xrlflow.verify.runner import Model, Runner, first_line, opened
 _LARGEST = 1 << 30
 _INT64 = onnx.TensorProto.INT64
 GUARD = re.compile(r"If xrlflow\.[0-9a-f]{32}\.(?P<region>\w+)\.guard.*, (?P<taken>then|else)")
-"""A branch of a comparison of sizes (`regions.with_guard`), as `str(Arm)` names it."""
+"""A branch of an If that compares sizes of dimensions (`regions.with_guard`), as `str(Arm)` names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Watch:
         try:
             counts = self.runner.run(feeds, limit)
         except BackendError:
-            return False  # the original fails on such inputs as well, so no difference can show
+            return False  # the original fails on these inputs as well: they reveal no difference
         reached = {arm for arm, taken in zip(self.arms, counts) if int(taken) > 0} - self.reached
         self.reached |= reached
         return bool(reached)
@@ -231,7 +231,7 @@ class _Writer:
         added: list[onnx.NodeProto] = []
         steps = [(Arm("Loop", shown, ""), self._number(added, 1)), *inner]
         states = len(body.input) - 2
-        before = nodes.pop()  # the loop itself: its states are computed before it
+        before = nodes.pop()  # the loop node: the nodes that compute its states go before it
         totals = []
         for arm, value in steps:
             total, state = self._state(nodes, added, body, value, 1 + states)

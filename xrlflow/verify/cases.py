@@ -1,8 +1,10 @@
-"""The inputs on which two models are compared: sizes, kinds of values, and how many of both a time budget allows.
+"""The inputs on which two models are compared: sizes of dimensions, kinds of values, and how many of both a time
+budget allows.
 
-Sizes: three choices with which the original runs; then ones; then sizes around the numbers that either model mentions
-(`numbers.py`), those that find most mistakes first. Values: ordinary ones at every size, each other kind at the first
-size. The time of a run is estimated from the graph, so that the same models are always compared on the same inputs.
+Sizes: first three choices with which the original runs; next all ones; last sizes around the numbers that either model
+mentions (`numbers.py`), of which those that find most mistakes come first. Values: ordinary ones for every choice of
+sizes, and each other kind for the first choice. The time of a run is estimated from the graph, so that the same models
+are always compared on the same inputs.
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ MAX_TRIES = 150
 _REDRAWS = 3
 # Samples of ordinary values for the first choice of sizes. Every other choice gets one.
 _SAMPLES = 2
-# With dynamic dimensions: the minimum and maximum of choices of sizes, and of attempts at further ones.
+# For models with dynamic dimensions: the minimum and the maximum number of choices of sizes, and how many further
+# choices are attempted.
 LEAST_SIZES, _MOST_SIZES, _ATTEMPTS = 6, 12, 40
-# Estimated seconds that all further sizes may take, and all further values; _LEAST_KINDS kinds are run in any case.
+# Estimated seconds that the runs with further sizes may take together, and likewise those with further values;
+# _LEAST_KINDS kinds of values are run in any case.
 _SECONDS = 2.0
-# The cost of a size, in runs: those of both models and the float64 evaluations of the original.
+# The cost of one choice of sizes, in runs of the original: the runs of both models and the float64 evaluations of the
+# original.
 _COMPARED = 20.0
 _LEAST_KINDS = 3
 # How many dimensions are set to 0, one at a time.
@@ -87,9 +92,9 @@ class CaseSampler(Generic[T]):
     """Draws the cases for one model, from a seed."""
 
     plan: InputPlan
-    attempt: Callable[[Case], T | None]  # runs a case; None: the original fails
+    attempt: Callable[[Case], T | None]  # runs a case; returns None if the original fails
     sensible: Callable[[Case, T], bool] = lambda case, result: True
-    """Whether at a case's sizes there are outputs to compare."""
+    """Whether the outputs at a case's sizes have anything to compare."""
     telling: Callable[[Case, T], bool] = lambda case, result: True
     """Whether the outputs of a case with unusual values can reveal a mistake."""
     numbers: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
@@ -102,7 +107,7 @@ class CaseSampler(Generic[T]):
         """All cases on which the models are compared.
 
         The first choice of sizes has `samples` cases of ordinary values. With dynamic dimensions there are at least
-        `sizes` choices. Raises InputsNeeded if the original runs with fewer.
+        `sizes` choices. Raises InputsNeeded if the original runs with fewer choices than that.
         """
         sampled = SampledCases(self._first(samples, sizes, tries))
         base = sampled.cases[0][0].bindings
@@ -116,8 +121,8 @@ class CaseSampler(Generic[T]):
     def _first(self, samples: int, count: int, tries: int) -> list[tuple[Case, T]]:
         """Cases of ordinary values for `count` choices of sizes with which the original runs.
 
-        A user's choice of all 1 is added and does not count. Choices at which there is nothing to compare are used only
-        if there are too few others.
+        A user's choice of all 1 is added and does not count. Choices whose outputs have nothing to compare are used
+        only if there are too few choices besides.
         """
         plan = self.plan
         if not plan.dynamic:
@@ -162,8 +167,8 @@ class CaseSampler(Generic[T]):
         )
 
     def _candidates(self, tries: int) -> list[dict[str, int]]:
-        """The choices of sizes to try: the user's own, and those whose inputs have at most `_DRAWN` bytes. If there are
-        none, all choices.
+        """The choices of sizes to try: the user's own, and those whose inputs have at most `_DRAWN` bytes. If no
+        choice is so small, all choices.
         """
         plan = self.plan
         candidates = [*islice(plan.dimensions.candidates(plan.bound, self.seed), tries)]
@@ -176,7 +181,7 @@ class CaseSampler(Generic[T]):
         On failure, values are drawn again a few times. If the first sample never runs, the others are not tried.
         """
         cases: list[tuple[Case, T]] = []
-        # If all inputs are floats, other values do not help.
+        # If all inputs are floats, drawing other values does not make the model run.
         redraws = 1 if _floats_only(self.plan) else _REDRAWS
         for sample in samples:
             if cases and deadline.over():
@@ -197,7 +202,7 @@ class CaseSampler(Generic[T]):
     # --- further values ---
 
     def _kinds(self, sampled: SampledCases[T], bindings: Bindings) -> None:
-        """Add a case for each further kind of values, until the time is used up."""
+        """Add a case for each further kind of values, until the estimated time is used up."""
         seconds = self.estimate(bindings).seconds
         runs_left = max(_LEAST_KINDS, int(_SECONDS / seconds) if seconds else 1 << 30)
         for values in self.plan.traits().kinds():
@@ -222,7 +227,8 @@ class CaseSampler(Generic[T]):
         return None
 
     def seeking(self, bindings: Sequence[Bindings], numbers: Iterable[float]) -> Iterator[Case]:
-        """Cases with many kinds of values, drawn to reach another branch; `bindings` are used in turn.
+        """Cases with many kinds of values, drawn to reach another branch. The choices of sizes in `bindings`
+        alternate.
 
         `numbers`: constants from which conditions are computed.
         """
@@ -249,8 +255,9 @@ class CaseSampler(Generic[T]):
     # --- further sizes ---
 
     def _sizes(self, sampled: SampledCases[T]) -> None:
-        """Add a case of ones, then sizes around the numbers that the models mention, then others, until there are
-        enough of them."""
+        """Add a case with all sizes 1, then cases with sizes around the numbers that the models mention, then cases
+        with other sizes, until there are enough.
+        """
         bases = sampled.bindings
         seconds_left = min(
             max(_SECONDS, 4 * self.estimate(bases[0]).seconds), deadline.remaining() / _COMPARED
@@ -285,10 +292,11 @@ class CaseSampler(Generic[T]):
                     break
 
     def _choices(self, bases: Sequence[Bindings]) -> Iterator[list[dict[str, int]]]:
-        """Lists of choices of sizes, the most revealing first. Of each list, the first choice that works is used.
+        """Lists of choices of sizes, the most revealing list first. The caller uses the first choice of each list with
+        which the original runs.
 
-        Each list changes one of `bases`: first all symbols at once, then each symbol alone, then each together with the
-        symbols that are equal to it in the base (the model may require that they are equal).
+        Each list changes one of `bases`: first all symbols at once, then each symbol alone, then each together with
+        the symbols that are equal to it in the base (the model may require that they are equal).
         """
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
         further = [size for n in self.further for size in (n + 1, n, n - 1)]
@@ -314,7 +322,7 @@ class CaseSampler(Generic[T]):
             yield options
 
     def empty(self, bindings: Bindings) -> Iterator[Case]:
-        """Cases with one dimension of size 0. Batches come last."""
+        """Cases in each of which one dimension has size 0. Batch dimensions come last."""
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
         for slot in sorted(slots, key=lambda s: s.role == Role.BATCH)[:_EMPTY]:
             changed = self.plan.dimensions.changed(bindings, {slot.name: 0})
@@ -351,11 +359,11 @@ def feeds_for_measurement(
 ) -> dict[str, Any]:
     """One set of inputs at the user's sizes. Open dimensions have the sizes of the cost model (batch 1).
 
-    `run` runs the model on some inputs, and raises BackendError if that fails, or OutOfTime if it takes long. Then
-    other values are tried, and then other sizes; after OutOfTime, smaller ones.
+    `run` runs the model on some inputs, and raises BackendError if that fails, or OutOfTime if the run takes long.
+    After a failure other values are tried, and if these fail other sizes; after OutOfTime, smaller sizes.
 
     Raises InputsNeeded if the model runs on no inputs, and OutOfTime if no run succeeded before the deadline
-    (`deadline`), or the model runs only on inputs on which that takes long.
+    (`deadline`), or if all runs that work take long.
     """
     plan = InputPlan.of(imported)
     usual = plan.dimensions.default(plan.bound)
@@ -404,7 +412,7 @@ def feeds_for_measurement(
 
 
 def _smaller(plan: InputPlan, bindings: Bindings) -> Iterator[dict[str, int]]:
-    """The sizes with those that the user leaves open divided by 4, 16 and 64."""
+    """Smaller sizes: those that the user does not state are divided by 4, by 16 and by 64."""
     before = dict(bindings)
     free = [s.name for s in plan.dimensions.slots if s.name not in plan.bound and s.role is not Role.RANK]
     for part in (4, 16, 64):

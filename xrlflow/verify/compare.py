@@ -8,25 +8,26 @@ An output is compared with a target `y`, by its largest element and element by e
 
 `noise` is how far rounding moves each element of the original. At first it is the difference of two of the original's
 results (in ONNX Runtime and in float64; without float64: with ONNX Runtime's optimisations and without), but at most
-2^-16 of the magnitudes around the element: a larger difference does not count as rounding until noise is measured. If
-an output exceeds a tolerance, noise is measured (`noise.py`), and the output is judged again, by three targets: the
-float64 evaluation, the original as the user runs it, and the original without ONNX Runtime's optimisations. It must
-equal one of them.
+2^-16 of the magnitudes around the element: a larger difference does not count as rounding until the noise is measured.
+If an output exceeds a tolerance, its noise is measured (`noise.py`), and the output is judged again with three
+targets: the float64 evaluation, the original as the user runs it, and the original without ONNX Runtime's
+optimisations. The output must equal one of these within the tolerance.
 
 `eps` is 2^-20 for float32, 2^-36 for float64, and the type's own epsilon for narrower floats; 2^-16 stands for 16 eps
 (4 of narrower floats), and 2^-10 is at least four epsilons of the type. `grid` is the largest power of two, at most
 2^-24, of which all elements of the original are multiples: a kernel that ends with an addition (a Sigmoid as
 0.5 + p / q) rounds small elements to it.
 
-Float64 evaluation is slow, so some inputs may not have one. For these the tolerance is at least five times the greatest
-relative noise that the output had on the other inputs.
+Float64 evaluation is slow, so it may be omitted for some inputs. For these, the tolerance of an output is at least
+five times the greatest relative noise that the output had on the other inputs.
 
-Each slice of 64 elements or more, at one index of an axis, is also judged by its own magnitude:
+Each slice of the output (all elements at one index of an axis) that has 64 elements or more is also judged by its own
+magnitude:
 
     |new - y| in the slice <= 16 noise in the slice + 2^-10 |y| in the slice + eps / 8 |y| + 8 grid
 
-(8 noise for narrow floats). This finds a channel that lost its bias. An output passes only if all three comparisons
-pass.
+(8 noise for narrow floats). This test finds a channel that lost its bias. An output passes only if all three
+comparisons pass.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ EPS, _DOUBLE_EPS = 2.0**-20, 2.0**-36
 _LEAST_SLICE = 64
 _SLICE_ERROR, _SCALE = 16.0, 2.0**-10
 _GRID, _COARSEST_GRID = 8.0, 2.0**-24
-# Noise is measured on a few samples, which may show much less than an element has. In narrow floats 1024 times the
-# noise is more than the element.
+# A factor of the noise in the tolerance of one element: noise is measured on a few samples, which may show much less
+# than the element really has. It is not used for narrow floats, where 1024 times the noise is more than the element.
 _ELEMENT_ERROR = 1024.0
 _NARROW_SLICE, _NARROW_ELEMENT = 8.0, 32.0
-# How much noise the difference of one pair of results may stand for, as a multiple of eps times the magnitudes around.
+# The most noise that is inferred from the difference of one pair of results, as a multiple of eps times the magnitudes
+# around the element.
 _UNPROVEN = 16.0
 
 
@@ -66,7 +68,7 @@ class Criterion(Enum):
 class Exemption(Enum):
     """Which elements of an output are not compared, because numbers that they depend on are NaN or infinite."""
 
-    NONE = "none"  # all are compared: where one output is NaN or infinite, the other must be so too
+    NONE = "none"  # all are compared: where one output is NaN or infinite, the other must be too
     MENDS = "mends"  # those that are NaN or infinite in the original
     SPREADS = "spreads"  # those that are NaN or infinite in the original or in the new output
 
@@ -92,8 +94,9 @@ class Target:
     criterion: Criterion
     original: Array
     other: Array | None
-    """FLOAT64: our evaluation. DEVIATION, PLAIN: the original's output without the runtime's optimisations; with
-    DEVIATION None if it is unknown."""
+    """For FLOAT64: our evaluation. For DEVIATION and PLAIN: the original's output without the runtime's optimisations;
+    None, with DEVIATION only, if that output is unknown.
+    """
     relative: float = 0.0  # the greatest noise on other inputs, divided by the largest element
     noise: Array | None = None  # how far rounding moves each element, if that was measured
     variants: tuple[Array, ...] = ()
@@ -106,7 +109,7 @@ class Target:
         return _max(noise) / scale if scale else 0.0
 
     def measure(self) -> tuple[Array, Array]:
-        """The target, and the noise of each element (0 where it is not finite), both in float64."""
+        """The target array, and the noise of each element (0 where the element is not finite), both in float64."""
         y = a = wide(self.original)
         if self.other is not None and self.criterion is Criterion.PLAIN:
             y = wide(self.other)
@@ -166,7 +169,9 @@ def epsilon(array: Array) -> float:
 
 
 def _least(array: Array) -> float:
-    """The magnitude below which a runtime may flush numbers to zero; 0 for narrow types, as it computes in float32."""
+    """The magnitude below which a runtime may flush numbers to zero; 0 for narrow types, which runtimes compute in
+    float32.
+    """
     info = _finfo(array)
     return float(info.smallest_normal if info.bits >= 32 else 4 * info.smallest_subnormal)
 
@@ -211,7 +216,11 @@ def _scale(y: Array) -> float:
 
 def around(magnitude: Array, minimum: int = 1) -> Array:
     """For each element, the smallest of the largest magnitudes of the slices, one along each axis, that it is in.
-    Slices with fewer than `minimum` elements do not count."""
+    Slices with fewer than `minimum` elements do not count.
+
+    The magnitude around each element. An element lies in one slice for each axis; the result is the least of the
+    maxima of these slices. Slices with fewer than `minimum` elements do not count.
+    """
     result = np.full(magnitude.shape, _max(magnitude))
     for axis, length in enumerate(magnitude.shape if magnitude.size else ()):
         axes = tuple(i for i in range(magnitude.ndim) if i != axis)
@@ -304,7 +313,8 @@ def _kinds(a: Array) -> Array:
 def _worst_slice(
     y: Array, error: Array, own: Array, eps: float, noise: float
 ) -> tuple[tuple[int, ...], float, float, str] | None:
-    """The slice that exceeds its tolerance most: index of an element, error, tolerance, description; None if none does.
+    """The slice that exceeds its tolerance most, as (index of an element, error, tolerance, description); None if no
+    slice exceeds its tolerance.
 
     `noise` is added to the tolerance of every element.
     """
@@ -332,7 +342,7 @@ def _worst_slice(
 def _worst_element(
     y: Array, error: Array, noise: Array, original: Array, floor: float
 ) -> tuple[tuple[int, ...], float, float, str] | None:
-    """The element that exceeds its own tolerance most, in the format of `_worst_slice`; None if none does."""
+    """The element that exceeds its own tolerance most, in the format of `_worst_slice`; None if no element does."""
     scale = max(_SCALE, 4 * float(_finfo(original).eps))
     if epsilon(original) <= EPS:
         limits_by_noise = _ELEMENT_ERROR * noise

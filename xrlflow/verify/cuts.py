@@ -1,7 +1,8 @@
-"""Copies of a model that have its quantised tensors as outputs, or that are cut there.
+"""Copies of a model that have its quantised tensors as outputs, or that are cut at these tensors.
 
-A copy that is cut has the quantised tensors as inputs too, and computes each from those before it. ONNX Runtime still
-fuses what lies between two of them: DequantizeLinear, Conv, QuantizeLinear become one operator as in the model.
+A cut copy also has the quantised tensors as inputs, and computes each of them from the inputs that replace the tensors
+before it. ONNX Runtime still fuses the operators between two quantised tensors: DequantizeLinear, Conv, QuantizeLinear
+become one operator as in the model.
 """
 
 from __future__ import annotations
@@ -97,13 +98,14 @@ def twins(proto: onnx.ModelProto) -> Mapping[str, str]:
 
 
 def showing(proto: onnx.ModelProto, tensors: Mapping[str, DType], *, cut: bool) -> bytes:
-    """A copy whose outputs are the model's, then those of `tensors` (values of its main graph) that are no outputs yet.
+    """A serialised copy whose outputs are those of the model, then those of `tensors` (values of its main graph) that
+    are not among them.
 
     `cut`: each of `tensors` is replaced by an input where it is read; see the module.
     """
     out = onnx.ModelProto()
     out.CopyFrom(proto)
-    del out.graph.value_info[:]  # they may state sizes that a copy that is cut does not have
+    del out.graph.value_info[:]  # they may state sizes that a cut copy does not have
     there = {v.name for v in proto.graph.output}
     out.graph.output.extend(
         onnx.helper.make_tensor_value_info(name, int(dtype), None)
@@ -144,5 +146,5 @@ def _rename(nodes: Sequence[onnx.NodeProto], names: Mapping[str, str]) -> None:
                 node.input[at] = names[name]
         for body in protos.subgraphs(node):
             _rename(body.node, names)
-            for value in body.output:  # a body may return a value of the graph around it
+            for value in body.output:  # a body may return a value of the enclosing graph
                 value.name = names.get(value.name, value.name)

@@ -38,7 +38,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The dynamic dimensions of a model's inputs: those to choose, and those that are computed from these."""
+    """The dynamic dimensions of a model's inputs: those whose sizes are chosen, and those whose sizes are computed
+    from the chosen ones.
+    """
 
     slots: tuple[Slot, ...]
     sums: Mapping[str, ast.expr]
@@ -68,14 +70,14 @@ class Dimensions:
         return Dimensions(tuple(slots.values()), sums)
 
     def complete(self, bindings: Mapping[str, int]) -> dict[str, int]:
-        """The sizes `bindings`, and those of the computed dimensions."""
+        """The sizes `bindings`, together with those of the computed dimensions."""
         out = dict(bindings)
         for name, tree in self.sums.items():
             out.setdefault(name, _value(tree, out))
         return out
 
     def changed(self, base: Bindings, change: Mapping[str, int]) -> dict[str, int]:
-        """The sizes `base` with some changed, and those of computed dimensions with them."""
+        """The sizes `base` with those of `change` replaced, and the computed dimensions computed again."""
         bindings = {slot.name: change.get(slot.name, base[slot.name]) for slot in self.slots}
         past = sum(bindings[s.name] for s in self.slots if s.role == Role.PAST)
         present = next((bindings[s.name] for s in self.slots if s.role == Role.OTHER), 1)
@@ -109,10 +111,11 @@ class Dimensions:
         return self.complete(bindings)
 
     def candidates(self, bound: Bindings, turn: int = 0) -> Iterator[dict[str, int]]:
-        """Different choices of sizes, never all 1, those that find most mistakes first. The iterator ends.
+        """Different choices of sizes, never all 1, in the order in which they find most mistakes. The iterator is
+        finite.
 
-        The user's sizes come first. Then each scheme of SCHEMES gives its first few choices, then each gives some more.
-        `turn` shifts the sizes within the schemes, so that another seed tries others.
+        The user's sizes come first. Next, each scheme of SCHEMES gives its first few choices, and after that each
+        gives some more, in rounds. `turn` shifts the sizes within the schemes, so that another seed tries other sizes.
         """
         yielded: set[tuple[int, ...]] = set()
         names = [slot.name for slot in self.slots]
@@ -126,7 +129,7 @@ class Dimensions:
                 yield self.complete(bindings)
 
 
-# The first dimension is no batch if its name contains one of these.
+# If the name of the first dimension contains one of these, it is not a batch.
 _NO_BATCH = ("seq", "len", "time", "token", "step", "frame", "audio", "row", "height", "width")
 
 
@@ -175,7 +178,7 @@ def _value(tree: ast.expr, numbers: Mapping[str, int]) -> int:
     raise ValueError(f"not a sum of dimensions: {ast.dump(tree)}")
 
 
-# --- schemes: each yields whole choices, some without end ---
+# --- schemes: each yields choices of all sizes; some schemes are infinite ---
 
 _PRIMES = (7, 5, 11, 3, 13, 17, 19, 23, 29, 31)
 _BATCHES = (2, 1, 3, 5, 4, 7)
@@ -186,7 +189,7 @@ _CHANGES: tuple[Callable[[int], int], ...] = (
     lambda n: max(1, n - 1),
     lambda n: 2 * n,
 )
-# Sizes that networks are often made for: images, windows of audio, positions.
+# Sizes for which networks are often designed: images, windows of audio, positions.
 _USUAL = (16, 64, 128, 96, 224, 256, 320, 512, 80, 112, 160, 192, 48, 100, 299, 384, 416, 448, 480, 576, 640)
 
 _Choices: TypeAlias = Iterator[dict[str, int]]
@@ -194,7 +197,7 @@ _Scheme: TypeAlias = Callable[[Dimensions, Bindings, int], _Choices]
 
 
 def _fill(self: Dimensions, at: int, other: Mapping[str, int], batch: int | None = None) -> dict[str, int]:
-    """A choice of all sizes: `other` where it has them, the at-th small number for batches, past + present for
+    """A choice of all sizes: those that `other` states, the at-th small number for batches, past + present for
     totals."""
     alone = len(self.slots) == 1
     bindings: dict[str, int] = {}
@@ -248,7 +251,9 @@ def _others_only(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
 
 
 def _by_axis(step: int, equal: bool = False, batch: int | None = None) -> _Scheme:
-    """A scheme of multiples of `step`: the same axis has the same size in every input; with `equal`, all axes have."""
+    """A scheme of multiples of `step`: an axis has the same size in every input; with `equal`, all axes have the same
+    size.
+    """
 
     def scheme(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
         for at in count():

@@ -45,7 +45,9 @@ from xrlflow.verify.signature import Signature, differences, signature, signatur
 from xrlflow.verify.targets import ReferenceCase, by_float64, on_demand
 
 FLOAT64_FLOPS = 3e10
-"""Operations that all float64 evaluations of one verification may take together: a few seconds on two cores."""
+"""Floating-point operations that all float64 evaluations of one verification may take together: a few seconds on two
+cores.
+"""
 
 
 class Status(Enum):
@@ -63,7 +65,9 @@ class OutputReport:
     judgement: Judgement
     case: str  # the inputs of the worst result
     sides: frozenset[Criterion] = frozenset()
-    """Where ONNX Runtime's optimiser changes this output of the original: which of the two results it equals."""
+    """If ONNX Runtime's optimiser changes this output of the original: which of the original's two results the new
+    model's output equals.
+    """
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -105,7 +109,7 @@ class Verification:
 
     @property
     def compared(self) -> bool:
-        """Whether there is a verdict; False if time was too short, or nothing could be compared."""
+        """Whether there is a verdict; False if the time was too short, or nothing could be compared."""
         return self.status is not Status.NOT_COMPARABLE
 
     @property
@@ -115,12 +119,13 @@ class Verification:
 
     @property
     def max_error(self) -> float:
-        """The greatest absolute difference between elements of the two models, over all outputs of numbers."""
+        """The greatest absolute difference between corresponding elements, over all numeric outputs of the two
+        models."""
         return max((o.judgement.difference for o in self.outputs), default=0.0)
 
     @property
     def worst(self) -> OutputReport | None:
-        """The output that used the largest part of its tolerance."""
+        """The output whose error is the largest fraction of its tolerance."""
         return max(self.outputs, key=lambda o: o.judgement.ratio, default=None)
 
     @property
@@ -159,7 +164,9 @@ class Verification:
         }
 
     def message(self, substitution: str | None = None) -> str:
-        """The verdict in one line; for a failure with the output, its worst element, and the substitution if known."""
+        """The verdict in one line. For a failure it names the output, its worst element, and the substitution if it is
+        known.
+        """
         if self.status is Status.VERIFIED:
             criteria = sorted({o.judgement.criterion.value for o in self.outputs})
             return (
@@ -174,7 +181,9 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InputRequest:
-    """Which random inputs to draw; see `Reference.of`. `other`: the model `against`, if it could be imported."""
+    """Which random inputs to draw; see `Reference.of`. `other`: the model `against` of `Reference.of`, if it could be
+    imported.
+    """
 
     against: Model | None
     other: ImportedModel | None
@@ -203,7 +212,9 @@ def _bindings(cases: Iterable[ReferenceCase]) -> tuple[Bindings, ...]:
 
 
 def not_exercised(arm: str) -> str:
-    """The note on a branch that no input reached. That of a guard names what the guard chooses (`GUARD`)."""
+    """The note on a branch that no input reached. For the branch of a guard, the note names what the guard chooses
+    (`GUARD`).
+    """
     guard = GUARD.fullmatch(arm)
     if guard is None:
         return f"not exercised: {arm}"
@@ -226,7 +237,7 @@ class _OriginalRuns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """The original's signature, and its outputs on inputs on which it runs."""
+    """The original's signature, and its outputs on the inputs of the comparison."""
 
     model: Model
     imported: ImportedModel
@@ -243,7 +254,7 @@ class Reference:
     empty: tuple[ReferenceCase, ...] = ()
     """Cases with a size of 0. They are run in a separate process."""
     quantised: Quantised | None = None
-    """The exact evaluation, layer by layer, of an original that is quantised."""
+    """The exact evaluation, layer by layer, of a quantised original."""
     reruns: Reruns = field(init=False)
 
     def __post_init__(self) -> None:
@@ -271,15 +282,15 @@ class Reference:
         """Run the original on `inputs`, or on random ones (see `cases.py`).
 
         - `against`: the model that will be judged. Its numbers and branches suggest inputs as well.
-        - `bindings`: the user's sizes of dimensions (default: those of `imported`). They are one of the choices.
+        - `bindings`: the user's sizes of dimensions (default: those of `imported`). They are one choice of sizes.
         - `further`: numbers around which sizes are chosen, after those that the models mention.
-        - `samples`: how many sets of ordinary values. `sizes`: how many choices of sizes, before further ones.
+        - `samples`: how many sets of ordinary values. `sizes`: the number of choices of sizes without further ones.
 
         Raises OriginalFails, InputsNeeded, BadInputs, and ModelError if the file cannot be read.
         """
         if imported is None:
             imported = load(model)
-        # The declared types, with the user's sizes where these will be written into the file.
+        # The declared types, with the user's sizes for those dimensions whose sizes will be written into the file.
         declared = signature_of_proto(imported.frame, imported.overridable)
         if not imported.fixed:
             declared = signature(model)
@@ -330,7 +341,7 @@ class Reference:
         return _OriginalRuns(sampled, unexercised, empty, notes)
 
     def _with_outputs(self, cases: tuple[ReferenceCase, ...], runs: _OriginalRuns, at: Sizes) -> Reference:
-        """A copy with the original's outputs, their targets, and notes."""
+        """A copy of this reference with the original's outputs, their targets, and notes."""
         quantised = Quantised.of(
             self.model,
             self.imported,
@@ -362,8 +373,9 @@ class Reference:
     def check(self, new: Model, nonempty: Sequence[str] = ()) -> Verification:
         """Judge a model, case by case, so that only the outputs of one case are in memory.
 
-        `nonempty`: rules that were applied to the model and require sizes of at least 1. If there are any, outputs that
-        differ at a size of 0 give only a note. A model that raises an error there, or crashes, fails nevertheless.
+        `nonempty`: rules that were applied to the model and require sizes of at least 1. If there are any, outputs
+        that differ at a size of 0 give only a note. A model that raises an error or crashes at a size of 0 fails
+        nevertheless.
         """
         if self.incomparable:
             changed = differences(self.declared, signature(new))
@@ -406,8 +418,9 @@ class Reference:
     def check_compiled(self, new: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
         """Judge a model that is already loaded, in any runtime, and was compiled for inputs of these `sizes`.
 
-        The caller guarantees its names and types. Not compared are cases of other sizes, and cases that override a
-        default that is a constant of the compiled model. If no case remains, the result is "not comparable".
+        The caller guarantees its names and types. Two kinds of cases are not compared: those of other sizes, and those
+        that override a default that the compiled model has as a constant. If no case remains, the result is "not
+        comparable".
         """
         if self.incomparable:
             return Verification(Status.NOT_COMPARABLE, reason=self.incomparable)
@@ -423,14 +436,15 @@ class Reference:
         return self._compare(new, fitting)
 
     def tries(self, sizes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether some case has inputs of these sizes; inputs that `sizes` does not name may have any."""
+        """Whether some case has inputs of these sizes; inputs that `sizes` does not name may have any size."""
         return any(_has_sizes(reference.case, sizes) for reference in self.cases)
 
     def _compare(
         self, runner: CompiledModel | Runner, cases: Sequence[ReferenceCase], by_layers: bool = False
     ) -> Verification:
-        """Run a model on cases, and judge it. `by_layers`: outputs that depend on quantised numbers need only have the
-        same shapes, types, NaN and infinities."""
+        """Run a model on cases, and judge it. `by_layers`: outputs that depend on quantised numbers need to have only
+        the same shapes and types, and NaN and infinities at the same elements.
+        """
         failures: list[str] = []
         reports: dict[str, OutputReport] = {}
         disputes: list[_Dispute] = []
@@ -513,7 +527,7 @@ class Reference:
     # --- the original at another optimisation level ---
 
     def _by_deviation(self, run: bool) -> list[str]:
-        """Add targets for floats that have none. `run`: use the original without optimisations for them."""
+        """Add targets for float outputs that have none. `run`: run the original without optimisations to get them."""
         missing = [
             (reference, index, part, array)
             for reference in self.cases
@@ -542,8 +556,9 @@ class Reference:
         reports: dict[str, OutputReport],
         by_layers: bool = False,
     ) -> list[_Dispute]:
-        """Judge the outputs of one case, and add them to `reports`. Returns, instead, tensors of numbers that differ:
-        they are judged again."""
+        """Judge the outputs of one case, and add them to `reports`. Numeric tensors that differ are not added but
+        returned: they are judged again.
+        """
         disputes: list[_Dispute] = []
         for index, (port, output) in enumerate(zip(self.declared.outputs, outputs)):
             expected, parts_of_new = reference.outputs[index], dict(flat(output))
@@ -554,7 +569,7 @@ class Reference:
                 exemption = reference.exemption(index)
                 if judgement is None and b is not None:
                     if exemption is None or (exemption is Exemption.SPREADS and not is_float(a)):
-                        continue  # it depends on NaN or infinities, so any value is right
+                        continue  # this output depends on NaN or infinities, so any value is right
                     layered = by_layers and self.quantised is not None and self.quantised.touched[index]
                     if layered:
                         judgement = judge_whole(a, b, exemption)
@@ -576,7 +591,7 @@ class Reference:
         return disputes
 
     def _resolve(self, disputes: Sequence[_Dispute], reports: dict[str, OutputReport]) -> None:
-        """Judge disputed outputs again: integers pass at a proven near-tie, floats if they equal another target."""
+        """Judge disputed outputs again: integers pass if a near-tie is proven, floats if they equal another target."""
         self.reruns.on({id(d.reference): d.reference for d in disputes}.values())
         for dispute in disputes:
             shown, case = _shown(dispute.original), str(dispute.reference.case)
@@ -601,8 +616,9 @@ class Reference:
         return replace(dispute.judgement, criterion=Criterion.TIE, reason="", difference=0.0, error=0.0)
 
     def _float_again(self, dispute: _Dispute) -> Judgement:
-        """Judge floats with measured noise, by their float64 evaluation, made now if need be, and by each other
-        target."""
+        """Judge floats again with measured noise, against each of their targets. A missing float64 evaluation is
+        computed now.
+        """
         reference, index = dispute.reference, dispute.index
         if reference.targets[index, ""].criterion is Criterion.DEVIATION and reference.case.feeds:
             on_demand(Sizes(self.model, self.imported), self.imported, reference, self.float64_flops)
@@ -612,7 +628,9 @@ class Reference:
         return next((j for j in judged if j.passed), judged[0])
 
     def _without_optimizer(self, new: Model, reference: ReferenceCase) -> list[str]:
-        """A note if the new model is right without ONNX Runtime's optimiser: then that optimiser may have an error."""
+        """A note if the new model is right without ONNX Runtime's optimiser, because in this case the optimiser may
+        have an error.
+        """
         reports: dict[str, OutputReport] = {}
         try:
             with opened(
@@ -630,7 +648,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Dispute:
-    """An output that differs, and may still be right: it is judged again after further runs of the original."""
+    """An output that differs but may still be right. It is judged again after further runs of the original."""
 
     reference: ReferenceCase
     index: int
@@ -660,7 +678,7 @@ def verify(
 ) -> Verification:
     """Whether model `b` may replace model `a` (paths, bytes or ModelProtos).
 
-    See `Reference.of` for the arguments, and for what is raised if the models cannot be compared. A model `b` that
+    See `Reference.of` for the arguments, and for the exceptions if the models cannot be compared. A model `b` that
     differs, or does not load or run, is a failed Verification, not an exception.
     """
     reference = Reference.of(
@@ -762,7 +780,9 @@ def _sides(reference: ReferenceCase, index: int, judgement: Judgement) -> frozen
 
 
 def _optimiser_notes(reports: Iterable[OutputReport]) -> Iterator[str]:
-    """For outputs that ONNX Runtime's optimiser changes in the original: which of the two results the new model has."""
+    """For outputs that ONNX Runtime's optimiser changes in the original: notes on which of the original's two results
+    the new model has.
+    """
     for report in reports:
         if report.judgement.passed and report.sides:
             results = [
@@ -799,7 +819,9 @@ def _mismatch(a: Array, b: Array | None) -> Judgement | None:
 
 
 def _note(reports: dict[str, OutputReport], report: OutputReport) -> None:
-    """Keep the worse of two results of an output (a near-tie is worse than none), and the greater difference."""
+    """Add a report to `reports`: of two results of one output, the worse stays (a near-tie is worse than equality),
+    with the greater difference of both.
+    """
     old = reports.get(report.name)
     if old is None:
         reports[report.name] = report

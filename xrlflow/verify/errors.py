@@ -1,4 +1,4 @@
-"""Why a verification cannot be made. One that was made and failed is a result, not an error."""
+"""Why two models cannot be compared. A comparison that finds a difference is a result, not an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class VerificationError(ValueError):
 class InputsNeeded(VerificationError):
     """No inputs were found on which the original runs: the user has to give some (`--inputs`).
 
-    `failure`: how it failed on the first that were drawn, "" if none were.
+    `failure`: how the original failed on the first inputs that were drawn; "" if no inputs were drawn.
     """
 
     def __init__(self, message: str, failure: str = "") -> None:

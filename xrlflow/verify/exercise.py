@@ -1,5 +1,6 @@
-"""Runs the original on cases: ordinary ones, those near the numbers that both models mention, those that reach
-branches."""
+"""Runs the original on cases: with ordinary values, with sizes near the numbers that the models mention, and with
+values that reach each branch.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +81,10 @@ class Runs:
         return outputs
 
     def _survives(self, case: Case) -> bool:
-        """Whether a case may be run in this process. Where a window is larger than its image, some kernels of ONNX
-        Runtime divide by zero, so such a case is run in a separate process first. Once one failed, none is run."""
+        """Whether a case may be run in this process. If a window is larger than its image, some kernels of ONNX
+        Runtime divide by zero, so such a case is run in a separate process first. Once one such case failed, no
+        further ones are run.
+        """
         if not case.bindings or self.at.windows_fit(case):
             return True
         if self._misfits_fail:
@@ -94,7 +97,7 @@ class Runs:
         return not self._misfits_fail
 
     def fates(self, case: Case) -> tuple[Fate, ...]:
-        """For each output, what holds for it if inputs are not finite: see `Fate`."""
+        """For each output, what is guaranteed about it if inputs are not finite: see `Fate`."""
         feeds = evaluable_feeds(self.imported, case.feeds)
         if feeds is None:
             return tuple(Fate.UNDEFINED for _ in self.imported.graph.outputs)
@@ -108,7 +111,7 @@ class Runs:
         return _is_full(outputs) and self.at.windows_fit(case)
 
     def telling(self, case: Case, outputs: list[Any]) -> bool:
-        """Whether the outputs of a case with unusual values are evidence: those of a model that overflows are not."""
+        """Whether the outputs of a case with unusual values are evidence. If the model overflows, they are not."""
         return (
             not case.values.floats.finite
             or case.values.masks is Masks.EMPTY
@@ -130,7 +133,7 @@ class Runs:
     ) -> CaseSampler[list[Any]]:
         """The sampler of cases, with the numbers of both models.
 
-        Numbers that only one model mentions weigh most; those of `further`, that neither mentions, weigh least.
+        Numbers that only one model mentions weigh most. Those of `further`, which neither model mentions, weigh least.
         """
         plan = InputPlan.of(self.imported)
         if bindings is not None:
@@ -149,7 +152,7 @@ class Runs:
             for own in weights_by_model:
                 for number, weight in own[slot.name].items():
                     alone = any(number not in others[slot.name] for others in weights_by_model)
-                    # If a dimension is fixed only next to a batch, that says little about the batch.
+                    # A mark of weight 1 that also concerns other dimensions says little about a batch dimension.
                     if alone or weight > 1 or slot.role is not Role.BATCH:
                         weight_so_far = numbers[slot.name].get(number, 0)
                         numbers[slot.name][number] = max(weight_so_far, _ALONE * weight if alone else weight)
@@ -201,7 +204,7 @@ def run_empty(
 
 
 def _unusual(run: Runs, reference: ReferenceCase, float64_flops: float) -> str:
-    """A note on an output that differs from what the operators define; "" if none is known to differ."""
+    """A note on an output that differs from what the ONNX operators define; "" if no difference was found."""
     graph, numbers = run.imported.graph, run.at.numbers(reference.case.bindings)
     names = [info.name for info in run.imported.frame.graph.output]
     filled = []

@@ -1,8 +1,8 @@
 """The constraints that a graph puts on its inputs: each input is followed to the operators that read it.
 
-An integer that ends as an index of a Gather must stay inside the table, whatever is in between: a Cast, a Concat, an
-offset, a branch of an If. Operators of other types end the walk. If a constraint is missed, a run fails and other
-values are drawn.
+An integer input that a Gather uses as an index must stay inside the table, also if a Cast, a Concat, an offset or a
+branch of an If lies between. Operators of other types end the walk. If a constraint is missed, a run fails, and the
+caller draws other values.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Bound:
     """scale * x + shift lies in [low, high] for every shift in [shift_low, shift_high].
 
     If `high` is None, it is the size of `dim` minus 1, or the size itself if `inclusive` (a count, not an index).
-    `unsure`: the path to the reader adds an unknown number, so only the lower half is used. `wraps`: a negative index
-    counts from the end; the reader raises an error for one outside the table.
+    `unsure`: the path to the reader adds an unknown number, so only the lower half of the interval is used. `wraps`: a
+    negative index counts from the end, and the reader raises an error for an index outside the table.
     """
 
     low: float
@@ -53,9 +53,9 @@ class Bound:
     wraps: bool = False
 
     def interval(self, size: Callable[[Dim], int | None], negative: bool = False) -> tuple[int, int]:
-        """The least and the greatest integer x. `size` gives the size of a dimension (None: taken as 1).
+        """The least and the greatest integer x. `size` returns the size of a dimension, or None, which counts as 1.
 
-        `negative`: include indices that count from the end, where these are allowed.
+        `negative`: include indices that count from the end, if the reader allows them.
         """
         low, high = self.low, self.high
         if high is None:
@@ -80,7 +80,8 @@ class Demands:
     constraint: TensorConstraint | None = None
     # The dimension that the sizes of a Split sum to, or the rank that axes refer to.
     extent: Dim = None
-    # If the input is a shape for Reshape or Expand: the declared shape of the result, which other values contradict.
+    # If the input is a shape for Reshape or Expand: the shape that the file declares for the result. Any other value
+    # of the input would contradict it.
     declared: tuple[int, ...] | None = None
     # The input is an argument of a logarithm or root, or a divisor.
     positive: bool = False
@@ -104,7 +105,7 @@ class Demands:
         )
 
     def interval(self, size: Callable[[Dim], int | None], negative: bool = False) -> tuple[int, int] | None:
-        """The integers that all bounds allow. If bounds contradict each other, the lowest one decides."""
+        """The interval of integers that all bounds allow. If bounds contradict each other, the lowest bound decides."""
         if not self.bounds:
             return None
         ends = [bound.interval(size, negative) for bound in self.bounds]
@@ -134,7 +135,7 @@ def input_constraints(
     """
     demands = Demands()
     visited: set[tuple[int, Value, float, float, float, bool]] = set()
-    # Each entry has the nodes whose bodies enclose its graph: the walk leaves a body through its outputs.
+    # Each entry lists the nodes whose bodies enclose its graph, because the walk leaves a body through its outputs.
     work: list[tuple[_Derived, tuple[tuple[Graph, Node, Body], ...]]] = [(_Derived(graph, value), ())]
     for _ in range(_MAX_STEPS):
         if not work:
@@ -170,7 +171,7 @@ def input_constraints(
 
 def _steers(graph: Graph, value: Value) -> bool:
     """Whether a value, or something computed from it, decides how much is computed: see `Demands.steers`."""
-    visited: set[tuple[int, Value]] = set()  # by object too, as a body can be reached along several paths
+    visited: set[tuple[int, Value]] = set()  # pairs, as a body can be reached along several paths
     work = [(graph, value)]
     while work:
         graph, value = work.pop()
@@ -609,7 +610,9 @@ _RANDOM = frozenset(
 
 
 def _trains(graph: Graph, node: Node) -> bool:
-    """Whether a Dropout drops elements: its mode is true or computed. A mode that callers pass is set to false here."""
+    """Whether a Dropout drops elements: its mode is true or computed. A mode that callers pass as an input counts as
+    false: verification sets it to false.
+    """
     if len(node.inputs) < 3 or not node.inputs[2] or node.inputs[2] in graph.inputs:
         return False
     ratio: Any = graph.const(node.inputs[1]) if node.inputs[1] else None

@@ -95,7 +95,7 @@ class InputPlan:
         return bool(self.dimensions.slots)
 
     def traits(self) -> InputTraits:
-        """The kinds of values that make a difference to these inputs."""
+        """The properties of these inputs that decide which kinds of values are worth a run."""
         of = [(p, self.demands.get(p.name, Demands())) for p in self.ports if p.type.other is None]
         integers = [(p, d) for p, d in of if p.type.dtype in INTEGERS and not d.steers and not _is_mask(p, d)]
         return InputTraits(
@@ -146,7 +146,7 @@ class InputPlan:
                 self.thresholds,
             )
             feeds[port.name] = draw.array()
-        if sample == 1 and values.ordinary:  # this sample overrides the defaults
+        if sample == 1 and values.ordinary:  # in this sample inputs override their defaults
             for port, const in self.defaults:
                 if port.type.dtype in (DType.FLOAT, DType.DOUBLE, DType.FLOAT16):
                     array = const.numpy()
@@ -233,7 +233,8 @@ class _Draw:
             return np.resize(np.sort(self.rng.permutation(rank)[:count]), self.shape)
         if constraint is TensorConstraint.SPLIT:
             return self.composition(self.size(self.demands.extent))
-        # If values compare it with 2, too, it may be more than a mask; zeros and ones are tried first.
+        # If the model compares the input with numbers above 1, it may be more than a mask; zeros and ones are tried
+        # first.
         wide = interval is not None and interval[1] > 2
         usual = dtype not in FLOATS or (self.values.ordinary and self.sample != 1)
         named = "mask" in self.name and usual and not (self.cautious and interval is not None)
@@ -274,12 +275,12 @@ class _Draw:
         kind = self.values.floats
         landmarks = self.demands.landmarks
         values = self.rng.standard_normal(self.shape)
-        # A scalar that the model compares: the number it is compared with, and in one sample another one.
+        # A scalar that the model compares with a number: it gets that number, and in one sample another number.
         free = self.values.ordinary and self.sample == 1 and not self.demands.steers
         if landmarks and values.size == 1 and kind.spread is not Spread.FILLED and not free:
             return np.full(self.shape, landmarks[self.sample % len(landmarks)])
         if self.values.ordinary and self.sample == 0 and values.size == 1 and self.demands.divides:
-            # It may be a speed or a scale, and a small one may make tensors a hundred times larger.
+            # The scalar may be a speed or a scale, and a small value may make tensors a hundred times larger.
             return np.ones(self.shape)
         if kind.spread is Spread.UNIFORM:
             values = self.rng.uniform(0.0, kind.scale, self.shape)
@@ -297,7 +298,8 @@ class _Draw:
             return np.full(self.shape, np.nan)
         else:
             return self.poisoned(values)
-        # Square roots of negative numbers may make all outputs NaN, which shows little; one sample has them anyway.
+        # Square roots of negative numbers may make all outputs NaN, which reveals little; one sample has negative
+        # numbers anyway.
         if self.cautious or (self.demands.positive and (self.sample == 0 or not self.values.ordinary)):
             values = np.abs(values) + 0.125
         limits = ml_dtypes.finfo(numpy_dtype(self.port.type.dtype))  # type: ignore[no-untyped-call]
@@ -385,7 +387,7 @@ class _Draw:
         if self.demands.positive:
             near, low = [n for n in near if n > 0], 1
         values = np.asarray(near, dtype=object)[self.rng.integers(0, len(near), count)]
-        # Half of them are below 2^40: as seconds, counts and hashes these are plausible.
+        # Half of the numbers are below 2^40: such numbers are plausible seconds, counts and hashes.
         some = self.rng.integers(max(low, -(2**40)), min(high, 2**40), count, endpoint=True)
         values = np.where(self.rng.integers(0, 2, count) == 1, values, some.astype(object))
         if count:
@@ -394,7 +396,9 @@ class _Draw:
         return values.reshape(self.shape)
 
     def ends(self, dtype: DType) -> Array:
-        """Indices at both ends of their tables, counted from both ends; of the kind BEYOND, one in eight is outside."""
+        """Indices at both ends of their tables, counted from either end. For the kind BEYOND, one index in eight is
+        outside the table.
+        """
         low, high = self.demands.interval(self.size, negative=True) or (0, 0)
         if np.iinfo(numpy_dtype(dtype)).min == 0:
             low = max(0, low)
@@ -438,7 +442,7 @@ class _Draw:
 def user_case(imported: ImportedModel, inputs: str | os.PathLike[str] | Mapping[str, Any]) -> Case:
     """The user's inputs: a .npz file, or arrays by name. The items of a sequence are named name.0, name.1, ...
 
-    Raises BadInputs with the file, the input and what is expected of it.
+    Raises BadInputs, whose message names the file, the input and what the model expects of this input.
     """
     if isinstance(inputs, Mapping):
         return _case_of(imported, dict(inputs))

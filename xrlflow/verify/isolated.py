@@ -1,6 +1,6 @@
 """Runs models in a separate process: at a size of 0, some kernels of ONNX Runtime divide by zero and crash.
 
-Other kernels return uninitialised memory. The process fills new memory with a pattern, so that such results are never
+Other kernels return uninitialised memory. The process fills new memory with a pattern, so that these kernels are never
 right by chance. A process serves many runs, one at a time, and a new one is started after a crash.
 """
 
@@ -24,7 +24,8 @@ _LIMIT = 60.0
 
 # The GNU C library fills new memory with the complement of this byte: every float becomes -0.37.
 _PATTERN = "65"
-# Processes that run nothing now. Each thread takes one that no other thread has: their calls must not mix.
+# Processes that run nothing now. A thread removes a process from this list while it uses it, because the calls of two
+# threads must not mix.
 _idle: list[Child] = []
 
 
@@ -54,7 +55,7 @@ def run_isolated(
 
 @contextmanager
 def _child() -> Iterator[Child]:
-    """An idle process, or a new one. As many as there are processors are kept."""
+    """An idle process, or a new one. After use, at most as many idle processes stay as there are processors."""
     try:
         child = _idle.pop()
     except IndexError:

@@ -1,5 +1,6 @@
-"""Exact evaluation of a quantised model: for each quantised tensor its integers and the real numbers before
-rounding."""
+"""Exact evaluation of a quantised model: for each quantised tensor, its integers and the real numbers from which they
+are rounded.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from xrlflow.verify.runner import Array
 TIE = 1e-3
 """The distance from a tie, in steps of the scale, within which a number may be rounded up or down."""
 
-# The relative difference of the ranges that two evaluations of DynamicQuantizeLinear in float32 may compute.
+# The relative difference by which two evaluations of DynamicQuantizeLinear in float32 may compute different ranges.
 _SCALE = 2.0**-20
 
 DYNAMIC = "DynamicQuantizeLinear"
@@ -35,7 +36,7 @@ _EXCHANGED = frozenset({DType.UINT8, DType.INT8, DType.UINT16, DType.INT16, DTyp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """A quantised tensor. The scale of DynamicQuantizeLinear counts as one too, without offsets."""
+    """A quantised tensor. The scale of DynamicQuantizeLinear counts as a quantised tensor too, without offsets."""
 
     numbers: Array  # the exact integers
     offsets: Array | None  # real number minus integer, in steps of the scale; None: not rounded
@@ -48,7 +49,8 @@ class Layer:
         return value if self.offsets is None else value + self.offsets
 
     def misses(self, other: Array, window: Array | float, shift: int = 0) -> Array:
-        """A mask of the elements of `other` that are no rounding of a number within `window` of the exact one.
+        """A mask of the elements of `other` that are not the rounding of any number within `window` of the exact
+        number.
 
         `shift`: the zero point of `other` minus that of this tensor.
         """
@@ -59,15 +61,18 @@ class Layer:
         lowest, highest = limits(self.numbers.dtype)
         steps = self.steps
         mask = ~((np.rint(steps - window) <= value) & (value <= np.rint(steps + window)))
-        if shift:  # a number that one zero point clamps, the other need not
+        if shift:  # with another zero point, another part of the numbers is clamped
             mask &= (other != lowest) & (other != highest)
         return np.asarray(mask)
 
     def differs(self, other: Layer, window: Array | float) -> Array:
-        """A mask of the elements that another layer rounds from other numbers. The zero points are equal."""
+        """A mask of the elements that `other` rounds from other numbers than this layer does. Both must have the same
+        zero point.
+        """
         if self.offsets is None or other.offsets is None:
             return self.misses(other.numbers, window)
-        # Integers that are quantised again stay: without the first of two equal quantisations the result is the same.
+        # Quantising integers again does not change them: without the first of two equal quantisations the result is
+        # the same.
         if self.is_whole or other.is_whole:
             return self.misses(other.numbers, window) & other.misses(self.numbers, window)
         return np.asarray(~(np.abs(self.steps - other.steps) <= window))
@@ -156,7 +161,7 @@ class Layers:
 
     @cached_property
     def obstacle(self) -> str:
-        """Why the graph cannot be evaluated layer by layer; "" if it can."""
+        """The reason why the graph cannot be evaluated layer by layer; "" if it can."""
         for node in self.order:
             if any(isinstance(a, Body) and _has_rounding(a.graph) for a in node.attrs.values()):
                 return f"it quantises numbers in the body of a node {node.op}"
@@ -165,7 +170,7 @@ class Layers:
         return ""
 
     def nearest(self, output: Value) -> frozenset[Value]:
-        """The quantised tensors that a value is computed from directly, without further ones in between."""
+        """The quantised tensors from which a value is computed with no other quantised tensor in between."""
         return frozenset((output,)) if output in self._tensor_set else self._before(output) & self._tensor_set
 
     def origin(self, tensor: Value, name: Callable[[Value], Value]) -> tuple[str, int, frozenset[Value]]:
@@ -183,7 +188,7 @@ class Layers:
         return frozenset(self.tensors)
 
     def part(self, wanted: Iterable[Value], stops: Container[Value]) -> list[Node]:
-        """The nodes that compute `wanted`, producers first. What computes the values of `stops` is left out."""
+        """The nodes that compute `wanted`, producers first, without the nodes that compute the values of `stops`."""
         producers, needed = self.graph.producers, set()
         pending = list(wanted)
         while pending:
@@ -202,7 +207,7 @@ def _has_rounding(graph: Graph) -> bool:
 
 
 Settle = Callable[[Value, Layer], Array]
-"""From a quantised tensor and its exact layer, the array that its readers get."""
+"""A function from a quantised tensor and its exact layer to the array that the readers of the tensor get."""
 
 
 def evaluate_layers(
@@ -214,11 +219,12 @@ def evaluate_layers(
     *,
     rounded: bool = False,
 ) -> tuple[dict[Value, Layer], dict[Value, Array]]:
-    """The quantised tensors from which `wanted` are computed, and those of `wanted` that are not quantised tensors.
+    """Evaluate a graph. Returns the layers of the quantised tensors from which `wanted` are computed, and the arrays
+    of those of `wanted` that are not quantised.
 
-    Readers of a value in `stops` get the array there, and what computes the value is left out unless it is wanted.
-    `rounded`: evaluate in float32, rounded to the declared types after each operator. Raises NotEvaluable, and whatever
-    NumPy raises.
+    Readers of a value in `stops` get its array, and the nodes that compute the value are left out unless it is wanted.
+    `rounded`: evaluate in float32, rounded to the declared types after each operator. Raises NotEvaluable, and
+    whatever NumPy raises.
     """
     wanted = list(dict.fromkeys(wanted))
     order = layers.part(wanted, stops)

@@ -1,4 +1,4 @@
-"""The exact evaluation of a quantised model on some inputs, and its comparison with that of another model.
+"""The exact evaluation of a quantised model on some inputs, and its comparison with the evaluation of another model.
 
 The parts of the other model get the quantised tensors of the original as inputs: see `quantised.py`.
 """
@@ -28,7 +28,7 @@ from xrlflow.verify.noise import jumps_at
 from xrlflow.verify.runner import Array, Model
 
 _NOISE = 8.0
-# The error of one element in float32 may be 0 by chance. So the greatest of this many elements around it counts.
+# The float32 error of one element may be 0 by chance. So the greatest error among this many elements around it counts.
 _SLICE = 16
 # What NumPy raises for uses of an operator that our evaluator does not know.
 _FAILS = (ArithmeticError, AssertionError, IndexError, KeyError, MemoryError, TypeError, ValueError)
@@ -40,7 +40,9 @@ class Unjudged(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Inputs, and the original's outputs on them as the user runs it, all tensors. `cost`: operations of a run."""
+    """Inputs, and the outputs of the original on them, run with the user's options. All are tensors. `cost`:
+    operations of a run.
+    """
 
     feeds: Mapping[str, Array]
     outputs: Sequence[Array]
@@ -51,7 +53,8 @@ class Sample:
 class Difference:
     """How a tensor differs from another: by up to `maximum` steps of its scale, in `count` of `size` elements.
 
-    For a tensor of floats, `maximum` is absolute. It is infinite if the shapes differ, or NaN and infinities.
+    For a tensor of floats, `maximum` is an absolute difference. It is infinite if the shapes differ, or the positions
+    of NaN and infinities.
     """
 
     name: str
@@ -117,7 +120,7 @@ class CutModel:
         return tuple(info.name for info in self.proto.graph.output)
 
     def results(self, arrays: Sequence[Array]) -> dict[str, Array]:
-        """The outputs of a copy that shows the quantised tensors, by name."""
+        """Arrays by name: the outputs of a copy that has the quantised tensors as outputs."""
         there = set(self.output_names)
         names = [*self.output_names, *(name for name in self.cuts.values() if name not in there)]
         return dict(zip(names, arrays, strict=True))
@@ -137,7 +140,7 @@ class CutModel:
         *,
         rounded: bool = False,
     ) -> tuple[dict[Value, Layer], dict[Value, Array]]:
-        """See `evaluate_layers`. Raises Unjudged where that raises."""
+        """See `evaluate_layers`. Raises Unjudged where `evaluate_layers` raises an error."""
         from threadpoolctl import threadpool_limits
 
         try:
@@ -162,7 +165,7 @@ class Meaning:
     layers: dict[Value, Layer]
     outputs: dict[Value, Array]
     given: dict[Value, Array]  # the quantised tensors that the parts of the model get as inputs
-    original: Meaning | None = None  # of a new model: that of the original, with which it is compared
+    original: Meaning | None = None  # of a new model: the meaning of the original, with which it is compared
     of: Mapping[Value, Value] = field(default_factory=dict)
     """Of a new model: for each of its tensors and outputs, the same value of the original."""
     spare: Sequence[Value] = ()  # tensors that only the original has
@@ -172,7 +175,9 @@ class Meaning:
     _noise: dict[Value, Array] = field(default_factory=dict)
 
     def showing(self, *, cut: bool) -> bytes:
-        """A serialised copy that shows the quantised tensors; `cut`: that is also cut at them."""
+        """A serialised copy of the model that has the quantised tensors as outputs. `cut`: the copy is also cut at
+        these tensors.
+        """
         types = {name: dtype_of(self.given[value].dtype) for value, name in self.model.cuts.items()}
         return showing(self.model.proto, types, cut=cut)
 
@@ -182,12 +187,12 @@ class Meaning:
         return {**self.sample.feeds, **inputs}
 
     def window(self, value: Value) -> Array:
-        """For each element of a quantised tensor: how far the number before rounding may be from the exact one, in
-        steps.
+        """For each element of a quantised tensor: how far the number that is rounded may be from the exact number, in
+        steps of the scale.
 
-        It is TIE, or 8 times the distance by which rounding to the declared types moves the numbers around the element,
-        if that is more. A new model's own rounding counts only up to that of the original's part, or of the tensors
-        that only the original has: the new part may compute as much as all of these together.
+        The window is the larger of TIE and 8 times the distance by which rounding to the declared types moves the
+        numbers around the element. The rounding of a new model counts only up to the rounding of the original's part,
+        or of the tensors that only the original has, since the new part may compute as much as all of these together.
         """
         if value not in self._windows:
             self._windows[value] = (
@@ -227,8 +232,9 @@ class Meaning:
     def _in_single(
         self, value: Value, stops: Mapping[Value, Array]
     ) -> tuple[dict[Value, Layer], dict[Value, Array]]:
-        """Evaluate a part in float32. Functions that jump (Floor, a comparison) are evaluated exactly: a jump in the
-        other direction is no rounding error."""
+        """Evaluate a part in float32. Functions that jump (Floor, a comparison) are evaluated exactly, because a
+        result on the other side of a jump is no rounding error.
+        """
         model = self.model
         jumping = [node for node in model.layers.part([value], stops) if jumps_at(model.graph, node)]
         outputs = {v for node in jumping for v in node.outputs} - {value, *self.layers}
@@ -237,7 +243,7 @@ class Meaning:
 
 
 def shift_of(zero: Array, exact: Layer) -> int:
-    """A zero point minus the exact one."""
+    """A zero point minus the exact zero point."""
     return int(zero.item()) - int(exact.numbers.item())
 
 
@@ -279,7 +285,7 @@ def _paired(a: CutModel, b: CutModel, by_name: bool) -> Pairs:
         if default is not None and before is not None and not same_content(before, default):
             of[value] = Value(-value)
     for value, const in b.graph.leaves.consts.items():
-        # Large constants count as equal if samples of them are.
+        # Large constants count as equal if samples of their elements are.
         other = a.graph.leaves.consts.get(value)
         same = other is not None and other.type == const.type and same_content(other, const)
         of.setdefault(value, value if same else Value(-value))
@@ -304,7 +310,8 @@ def _paired(a: CutModel, b: CutModel, by_name: bool) -> Pairs:
 class Comparison:
     """The new model's meaning on one sample, and where it differs from the original's.
 
-    `left`, `new`: names and types of the original's and the new model's tensors that equal none of the other's.
+    `left`, `new`: names and types of the tensors of the original and of the new model that equal no tensor of the
+    other model.
     """
 
     meaning: Meaning
@@ -319,7 +326,9 @@ class Comparison:
 
 
 def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
-    """Evaluate the parts of the new model that the original does not have. Raises Unjudged."""
+    """Compare the new model `b` with the original: evaluate the parts that the original does not have. Raises
+    Unjudged.
+    """
     a, pairs = original.model, _paired(original.model, b, by_name)
     shared = {v: pairs.of[v] for v in b.layers.tensors if pairs.known(v)}
     stops = {v: original.given[u] for v, u in shared.items()}
@@ -370,8 +379,9 @@ def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
 
 
 def _unlike(original: Meaning, comparison: Comparison, paired: Container[Value]) -> Iterator[Difference]:
-    """Tensors that equal none of the original's, where the original has a tensor at the same position or in front of
-    the same output. (Tensors behind them may be equal by chance.)"""
+    """The differences of tensors that equal no tensor of the original, if the original has a tensor at the same
+    position or in front of the same output. (Tensors computed from them may be equal by chance.)
+    """
     a, b, layers = original.model.layers, comparison.meaning.model.layers, comparison.meaning.layers
     unknown = [v for v in b.tensors if v in layers and not comparison.pairs.known(v)]
     unpaired = [u for u in a.tensors if u not in paired]
@@ -395,8 +405,9 @@ def _are_in_turn(first: Meaning, u: Value, second: Meaning, v: Value) -> bool:
 
 
 def _is_behind(first: Meaning, tensor: Value, second: Meaning, other: Value) -> bool:
-    """Whether the first model computes, from `tensor`, the second model's tensor `other` or the floats that it stands
-    for: a Relu may come before or after the quantisation."""
+    """Whether the first model computes, from `tensor`, the second model's tensor `other` or the floats that `other`
+    represents: a Relu may come before or after the quantisation.
+    """
     graph = second.model.graph
     readers = [n.outputs[0] for n in graph.users(other) if n.op.endswith("DequantizeLinear")]
     _, floats = second.model.evaluate(second.sample, readers, second.given)
@@ -441,7 +452,9 @@ def greatest(distances: Array) -> float:
 
 
 def distance(a: Array, b: Array) -> tuple[float, int, int]:
-    """Of two arrays, the greatest difference, the number of elements that differ, and the number of all elements."""
+    """How two arrays differ: the greatest difference, the number of elements that differ, and the number of all
+    elements.
+    """
     if a.shape != b.shape:
         return float("inf"), a.size, a.size
     wrong = a != b
@@ -453,8 +466,9 @@ def distance(a: Array, b: Array) -> tuple[float, int, int]:
 
 
 def output_difference(exact: Meaning, value: Value, new: Array, target: Array) -> Difference | None:
-    """How an output that is no quantised tensor differs from `target`; None if only by rounding. `exact`: the meaning
-    that has the output."""
+    """How an output that is not quantised differs from `target`; None if only by rounding. `exact`: the meaning of the
+    model that has the output.
+    """
     name = exact.model.name(value)
     if new.shape != target.shape or target.shape != exact.outputs[value].shape:
         return Difference(name, float("inf"), new.size, new.size, True)

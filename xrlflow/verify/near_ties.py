@@ -1,11 +1,11 @@
 """Integer outputs that may differ because the numbers that they come from are equal up to rounding.
 
-For each element that differs, one of two proofs is needed:
+A difference in one element is accepted if one of two proofs exists:
 
 - By value: the integer comes from ArgMax, ArgMin, TopK or a Cast of floats. The floats are evaluated in float64, and
   the other integer is an equally good choice if each float is off by at most 8 times its own noise, the distance by
   which rounding moves that element. Floats that are never rounded have no noise: of equal ones, ONNX says which is
-  first.
+  Floats that are never rounded have no noise: ONNX
 - By the original: at another optimisation level, or with its inputs replaced by neighbouring floats, it gives the same
   integer as the new model.
 
@@ -28,7 +28,8 @@ from xrlflow.verify.runner import Array
 
 # Operators that keep all elements in their order.
 _SAME_ORDER = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
-# The noise is measured on a few samples, which may show less than an element has: so much more is allowed.
+# The noise is measured on a few samples, which may show less than an element really has. So this multiple of it is
+# allowed.
 _NOISE = 8.0
 _ROUNDINGS: dict[str, Callable[[Array], Array]] = {"Floor": np.floor, "Ceil": np.ceil, "Round": np.rint}
 
@@ -123,7 +124,7 @@ def _ranked(chain: Sequence[Node], x: Array, original: Array, new: Array, tolera
     old, ranking = original.reshape(shape).astype(np.int64), new.reshape(shape).astype(np.int64)
     inside = (ranking >= 0) & (ranking < x.shape[axis])
     ranking = np.where(inside, ranking, 0)
-    # A ranking has no index twice.
+    # A ranking contains each index at most once.
     ordered = np.sort(ranking, axis)
     distinct = (np.diff(ordered, axis=axis) != 0).all(axis, keepdims=True)
     return np.asarray(inside & distinct & _within(x, tolerance, axis, ranking, old))

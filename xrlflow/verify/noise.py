@@ -2,11 +2,11 @@
 
 The graph is evaluated in float64, several times side by side: once as it is, and with a random relative error after
 each operator that rounds, as large as the rounding error of the declared type. The terms of a sum get an error before
-they are added, so that digits lost to cancellation show. (Parker, "Monte Carlo Arithmetic", 1997.)
+they are added, so that the loss of digits by cancellation is visible. (Parker, "Monte Carlo Arithmetic", 1997.)
 
 Two things keep the noise from excusing any difference. A result that the declared type can hold gets no error: sums of
-masks and positions stay exact. And integers, booleans and jumps (Floor, Sign, ...) are taken from the evaluation
-without errors: an error never turns one index into another.
+masks and positions stay exact. And integers, booleans and the results of jumps (Floor, Sign, ...) come from the
+evaluation without errors: an error never turns one index into another.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from xrlflow.verify.runner import Array
 
 SAMPLES = 3
 """Number of evaluations with errors, besides the one without."""
-# As a multiple of the relative error: float32 loses digits of smaller (denormal) numbers, or flushes them to zero.
+# The least error, as a multiple of the relative error: float32 loses digits of numbers below this (denormal ones), or
+# flushes them to zero.
 _TINY = 2.0**-126
 
 # Operators that choose among their operands, or change a sign.
 _CHOOSING = frozenset(
     {"Abs", "Clip", "GlobalMaxPool", "Max", "MaxPool", "Min", "Neg", "ReduceMax", "ReduceMin", "Relu", "TopK"}
 )
-# One rounding of the result; what they read is exact.
+# Operators that round only their result: their inputs count as exact.
 _ROUNDING_ONCE = frozenset(
     {"Add", "Cast", "CastLike", "Div", "Exp", "Log", "Mul", "Pow", "Reciprocal", "Sqrt", "Sub"}
 )
 _CASTS = frozenset({"Cast", "CastLike"})
-# Kernels compute these as a sum with numbers near 1 or near the argument, so small results have no smaller errors.
+# Kernels compute these functions as a sum with numbers near 1 or near the argument, so the errors of small results are
+# as large as those of large results.
 _SATURATING = frozenset({
     "Celu", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh",
     "com.microsoft::BiasGelu", "com.microsoft::FastGelu", "com.microsoft::Gelu", "com.microsoft::QuickGelu",
@@ -49,15 +51,17 @@ _SATURATING = frozenset({
 _JUMPING = frozenset(
     {"Ceil", "Floor", "GridSample", "Hardmax", "Mod", "NonMaxSuppression", "Round", "Shrink", "Sign", "ThresholdedRelu"}
 )  # fmt: skip
-# Those among them whose slope between jumps is 1, in their first input.
+# Jumping functions whose slope between jumps is 1, in their first input.
 _FOLLOWING = frozenset({"Mod", "Shrink", "ThresholdedRelu"})
-# Operators that add up only their first inputs, so many; the others are factors, sizes and positions.
+# Operators that add up only elements of their first inputs, and the number of these inputs. Their further inputs are
+# factors, sizes and positions.
 _ADDED = {"Resize": 1, "GridSample": 1, "RoiAlign": 1}
 
 
 def rounding_noise(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
-    """For each value, an array of its shape: the greatest |with errors - without| of each element, in float64. Raises
-    NoReference."""
+    """For each value, a float64 array of its shape: for each element the greatest difference between the evaluations
+    with errors and the one without. Raises NoReference.
+    """
     return evaluate_by(imported, case, values, _noise)
 
 
@@ -68,7 +72,7 @@ def jumps(graph: Graph, value: Value) -> bool:
 
 
 def jumps_at(graph: Graph, node: Node) -> bool:
-    """Whether one operator jumps where its inputs of floats vary."""
+    """Whether the result of one operator jumps as its float inputs vary."""
     floats = any(v != ABSENT and graph.type(v).dtype in FLOATS for v in node.inputs)
     steps = node.op in _JUMPING or any(type.dtype not in FLOATS for type in node.types)
     return (floats and steps and node.op not in ("Shape", "Size")) or _bodies_jump(node)
@@ -127,7 +131,7 @@ def _results(
     moves = SPECS[node.op].proof == "movement" and node.op not in _CASTS
     rounds = not moves and node.op not in _CHOOSING
     adds = rounds and node.op not in _ROUNDING_ONCE and node.op not in _SATURATING
-    if adds:  # errors added to the sum itself would miss what cancels
+    if adds:  # errors of the sum alone would not include the terms that cancel
         read = [x[0] for x in inputs if x is not None]
         holds = clean and all(_whole(a, _digits(node)) for a in (*read, *exact))
     else:
@@ -153,7 +157,9 @@ def _results(
 
 
 def _followed(exact: Array, with_error: Array, before: Array | None, after: Array | None) -> Array:
-    """The results with errors; where a jump separates a result from the exact one, the exact result."""
+    """The results with errors, except where a jump separates such a result from the exact result: these elements are
+    the exact result.
+    """
     assert before is not None
     assert after is not None
     with np.errstate(invalid="ignore"):
@@ -161,7 +167,7 @@ def _followed(exact: Array, with_error: Array, before: Array | None, after: Arra
 
 
 def _with_error(array: Array, unit: float, rng: np.random.Generator, absolute: float = _TINY) -> Array:
-    """Floats with random errors: relative of at most two units, and absolute of `absolute` units."""
+    """Floats with random errors: a relative error of at most two units, and an absolute error of `absolute` units."""
     if array.dtype.kind != "f" or not unit:
         return array
     with np.errstate(invalid="ignore", over="ignore"):
@@ -169,7 +175,7 @@ def _with_error(array: Array, unit: float, rng: np.random.Generator, absolute: f
 
 
 def _held(array: Array, dtype: DType) -> bool:
-    """Whether a type represents the array exactly. In float64 this is certain for integers only."""
+    """Whether a type represents the array exactly. For float64 this is certain only if all elements are integers."""
     if dtype not in FLOATS:
         return True
     if dtype == DType.DOUBLE:

@@ -2,9 +2,9 @@
 
 A rewrite may spread values that are not finite (`may_add_nonfinite`: sums in another order, zeros of a merged kernel
 times an infinity) or remove them (`may_remove_nonfinite`), and runtimes disagree on the maximum of a number and NaN.
-This module follows such values from the inputs to the outputs. Operators that only move, select or test values are
-exact; a guard (a Where on IsNaN) makes values finite again at the same elements as in the original. Sums may spread
-NaN; after comparisons and approximations nothing is defined.
+This module follows values that are not finite from the inputs to the outputs. Operators that only move, select or test
+values are exact; an operator that removes NaN (a Where on IsNaN) makes values finite again at the same elements as in
+the original. Sums may spread NaN; after comparisons and approximations nothing is defined.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _MOVING = frozenset(
 """Operators that move elements, choose among them, or test them one by one."""
 
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sqrt", "Reciprocal", "Sum", "Mean"})
-"""Operators that turn NaN into NaN in any order of evaluation; an infinity may become NaN."""
+"""Operators that map NaN to NaN in any order of evaluation, and may map an infinity to NaN."""
 
 _ORDER = frozenset({"Relu", "Clip", "Min", "Max", "LeakyRelu", "PRelu", "Sign", "Floor", "Ceil", "Round"})
-"""Operators that compute with infinities as with numbers; for NaN each runtime has another result."""
+"""Operators that compute with infinities as with numbers; for NaN the result depends on the runtime."""
 
 _SUMS = frozenset(
     {
@@ -70,8 +70,9 @@ _SUMS = frozenset(
 
 @dataclass(slots=True)
 class _Walk:
-    """Follows values through a graph. `evaluated`: arrays evaluated so far. `fate`: of values that were not evaluated
-    and may not be finite."""
+    """Follows values through a graph. `evaluated`: the arrays of values evaluated so far. `fate`: the fates of values
+    that were not evaluated and may not be finite.
+    """
 
     graph: Graph
     numbers: Mapping[str, int]
@@ -135,7 +136,9 @@ class _Walk:
         return True
 
     def _all_nan(self, node: Node) -> bool:
-        """Whether all terms of the sums that the node computes are NaN: then its outputs are NaN in any order."""
+        """Whether all terms of the sums that the node computes are NaN, so that its outputs are NaN in any order of
+        the additions.
+        """
         shapes = []
         for type in node.types:
             dims = (None,) if type.shape is None else type.shape

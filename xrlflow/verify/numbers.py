@@ -1,7 +1,7 @@
 """The numbers in a graph near which mistakes show: shapes are compared with them, divided by them, cut at them.
 
-A rewrite that is wrong for some sizes only is wrong below such a number, above it, at it, or at its multiples. A
-rewrite that is wrong for some values only is wrong beyond a number that values are compared with.
+A rewrite that is wrong for some sizes only is usually wrong below such a number, above it, at it, or at its multiples.
+A rewrite that is wrong for some values only is usually wrong beyond a number with which values are compared.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _CUT, _WINDOW, _PART = 4, 2, 1
 LEAST, ENDLESS = 2, 1 << 27
 # Constants with more elements are data, not bounds.
 _FEW = 64
-# Values are compared with larger numbers only to tell them from infinity (a mask's -3.4e38).
+# A model compares values with larger numbers than this only to distinguish them from infinity (a mask's -3.4e38).
 _LARGEST_THRESHOLD = 1e8
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A number, the dimensions that it concerns (empty: unknown, so possibly all), and its weight."""
+    """A number, the dimensions that it concerns (none: they are unknown, so it may concern all), and its weight."""
 
     number: int
     dims: Symbols
@@ -76,7 +76,7 @@ def on_symbols(marks: Iterable[Mark], inputs: Sequence[str]) -> dict[str, dict[i
     """For each symbol of the inputs, the numbers around which to try sizes, with their weights.
 
     A mark on a computed dimension becomes, for each symbol, the least size at which the dimension reaches the number
-    with all other symbols 1. Where that is impossible, the mark's number concerns every symbol.
+    if all other symbols are 1. If no size reaches it, the mark's number concerns every symbol.
     """
     out: dict[str, dict[int, int]] = {symbol: {} for symbol in inputs}
 
@@ -99,7 +99,9 @@ def on_symbols(marks: Iterable[Mark], inputs: Sequence[str]) -> dict[str, dict[i
 
 
 def _reaching(dim: str, symbol: str, number: int) -> int | None:
-    """The least size of `symbol`, with all others 1, at which `dim`, which grows with it, is at least `number`."""
+    """The least size of `symbol` at which `dim` is at least `number`, if all other symbols are 1. `dim` must grow with
+    `symbol`.
+    """
     ones = dict.fromkeys(formulas.symbols(formulas.formula(dim)), 1)
 
     def reaches(size: int) -> bool | None:
@@ -119,7 +121,8 @@ def _reaching(dim: str, symbol: str, number: int) -> int | None:
 
 
 def around(numbers: Mapping[int, int]) -> list[int]:
-    """Sizes to try for one symbol. Each is the one that covers the most cases not covered by the sizes before it.
+    """Sizes to try for one symbol. Each size covers as many as possible of the cases that the sizes before it do not
+    cover.
 
     The cases are: for every number d, the sizes d - 1, d, d + 1 and a multiple, and one size beyond all numbers.
     """
@@ -165,7 +168,7 @@ def thresholds(graph: Graph) -> frozenset[float]:
             bounds.update(numbers)
             bounds.update(m for value in node.inputs for n in numbers for m in _carried(graph, value, n))
         if node.op in _BENDING:
-            # Ordinary values are around smaller ones, such as biases, anyway.
+            # Ordinary values lie around smaller numbers, such as biases, anyway.
             bounds.update(n for n in _carried(graph, node.inputs[0], 0.0) if abs(n) > LARGE)
         alpha = node.attrs.get("alpha")
         if node.op == "ThresholdedRelu" and isinstance(alpha, (int, float)):
@@ -174,8 +177,9 @@ def thresholds(graph: Graph) -> frozenset[float]:
 
 
 def _carried(graph: Graph, value: Value, number: float) -> Iterator[float]:
-    """The number for this value, and those at which earlier values give it `number`, a few operators with constants
-    back."""
+    """`number` for this value, and the numbers for the values from which a few operators with constants compute it:
+    those at which this value becomes `number`.
+    """
     for _ in range(_STEPS_BACK):
         node = graph.producers.get(value)
         if node is None or node.op not in _INVERSES or len(node.inputs) != 2:
@@ -183,7 +187,7 @@ def _carried(graph: Graph, value: Value, number: float) -> Iterator[float]:
         sides = [_ends(graph, v) for v in node.inputs]
         if bool(sides[0]) == bool(sides[1]):
             return
-        constant_first = bool(sides[0])  # the constant
+        constant_first = bool(sides[0])  # whether the constant is the first operand
         value = node.inputs[constant_first]
         numbers = [
             _INVERSES[node.op](number, n, constant_first)
@@ -197,7 +201,7 @@ def _carried(graph: Graph, value: Value, number: float) -> Iterator[float]:
 
 
 _STEPS_BACK = 4
-# x from y = op(x, n), or y = op(n, x) if the constant is on the left.
+# Functions that solve y = op(x, n) for x, or y = op(n, x) if the constant n is on the left.
 _INVERSES: Mapping[str, Callable[[float, float, bool], float]] = {
     "Add": lambda y, n, left: y - n,
     "Sub": lambda y, n, left: n - y if left else y + n,
@@ -252,8 +256,9 @@ def _ends(graph: Graph, value: Value) -> list[float]:
 
 @dataclass(slots=True)
 class _MarkCollector:
-    """Collects marks from a graph. `of`: for a value that depends on shapes only, the dimensions that each of its
-    elements is computed from; one entry for all elements where these are unknown."""
+    """Collects marks from a graph. `of`: for a value that depends on shapes only, the dimensions from which each of
+    its elements is computed. One entry stands for all elements if their number is unknown.
+    """
 
     graph: Graph
     of: dict[Value, list[Symbols]] = field(default_factory=dict)
@@ -337,7 +342,9 @@ _INDEXING = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 
 
 def _integer(number: float) -> int | None:
-    """The integer, if it is at least 2; the reciprocal of a fraction 1 / n, as 8 for 0.125; else None."""
+    """The number as an integer if it is an integer of at least 2; n if the number is the fraction 1 / n (8 for 0.125);
+    else None.
+    """
     size = abs(number)
     if 0 < size < 1:
         size = 1 / size
@@ -385,7 +392,9 @@ def _slice(graph: Graph, node: Node) -> _WeightedNumbers:
 
 
 def _along(index: int, weight: int) -> Callable[[Graph, Node], _WeightedNumbers]:
-    """A reader of a constant input at `index`: its numbers concern the dimension that the attribute `axis` names."""
+    """A function that reads the constant input at `index` of a node. The numbers in it concern the dimension that the
+    attribute `axis` names.
+    """
 
     def read(graph: Graph, node: Node) -> _WeightedNumbers:
         axis, dims = node.attrs.get("axis", -1 if node.op == "TopK" else 0), _shape(graph, node, 0)
@@ -399,8 +408,9 @@ def _along(index: int, weight: int) -> Callable[[Graph, Node], _WeightedNumbers]
 
 
 def _each(index: int) -> Callable[[Graph, Node], _WeightedNumbers]:
-    """A reader of a constant input at `index`: its numbers concern one dimension each, in order (pads: in order,
-    twice)."""
+    """A function that reads the constant input at `index` of a node. The numbers in it concern one dimension each, in
+    order (pads: all dimensions in order, twice).
+    """
 
     def read(graph: Graph, node: Node) -> _WeightedNumbers:
         dims = _shape(graph, node, 0)

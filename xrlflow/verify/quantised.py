@@ -1,20 +1,21 @@
 """Whether a model computes the same as a quantised model, layer by layer.
 
-One tie that is rounded differently changes everything computed from it, so the outputs of whole models cannot be
-compared. Quantised tensors can: both models are cut at those that they share, by structure, name or value, and each
-part gets the same quantised inputs, those of the original's exact evaluation (integers and float64).
+A tie that is rounded differently changes everything computed from it, so the outputs of whole models cannot be
+compared. Quantised tensors can be compared: both models are cut at the quantised tensors that they share (by
+structure, name or value), and the same part of both models gets the same quantised inputs, those of the original's
+exact evaluation (in integers and float64).
 
 - Meaning: the new model's tensors, evaluated exactly, are rounded from the same numbers as the original's, within TIE
   of a step. This needs no runtime. A part of the same operators on the same inputs is not evaluated.
 - Runtime: what ONNX Runtime computes for each part of the new model, at the user's optimisation level, is a rounding of
   a number within TIE of the exact one. Else it must equal what ONNX Runtime computes for the original's part, at that
-  level or without optimisations: where the runtime deviates from a model's meaning, the new model may do so too.
+  a number within TIE of the exact number. If not, it must equal what ONNX Runtime computes for the original's part, at
 - Whole models: if their outputs differ, the parts must explain it: each of the new model's own quantised tensors is
-  what its part computes, or means, from the tensors before it.
+  Whole models: if their outputs differ, the parts must explain the difference: each quantised tensor that only the new
 
-Where a part has long sums of floats, TIE is too small. If a tensor exceeds it, the window of each element is 8 times
-the distance by which rounding to the declared types moves the numbers around it, in our evaluation. The runtimes' own
-errors never count.
+Where a part has long sums of floats, TIE is too small. If a tensor exceeds TIE, its elements get a wider window: 8
+times the distance by which rounding to the declared types moves the numbers around the element, in our evaluation. The
+runtimes' own errors never count.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ from xrlflow.verify.targets import ReferenceCase
 PRECISE = "session.x64quantprecision"
 """The session option that makes ONNX Runtime add products of bytes without saturation."""
 
-# On this many sets of inputs the original runs once more, without optimisations, to see how its results vary.
+# On this many sets of inputs, the original runs once more, without optimisations, which shows how its results vary.
 _VARIED = 3
-# How many copies of an original with perturbed constants are run, to see how far ties move its outputs.
+# How many copies of the original with perturbed constants are run, which shows how far ties move its outputs.
 _MOVES = 4
 # Once the samples have this many elements of quantised tensors, about 10 bytes each, no further ones are evaluated.
 _MOST_ELEMENTS = 30_000_000
@@ -71,7 +72,7 @@ class Counts:
     elements: int = 0  # of all tensors
     ties: int = 0  # elements that differ by a tie
     rounded: int = 0  # elements that differ more, within the window
-    runtime: int = 0  # elements that equal what ONNX Runtime computes for the original, but not what it means
+    runtime: int = 0  # elements that equal what ONNX Runtime computes for the original, but not its meaning
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -134,7 +135,9 @@ class _RunResult:
 def _compare_run(
     meaning: Meaning, run: Mapping[str, Array], others: Callable[[Value], list[Array]] = lambda _: []
 ) -> _RunResult:
-    """Compare a run of the parts with what they mean. `others`: further results that a tensor or output may equal."""
+    """Compare a run of the parts with what they mean. `others`: a function to the further results that a tensor or
+    output may equal.
+    """
     result = _RunResult(counts=Counts(tensors=len(meaning.model.cuts)))
     for value, name in meaning.model.cuts.items():
         array, exact = run[name], meaning.layers[value]
@@ -171,8 +174,10 @@ def _compare_run(
 
 
 def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[Array, Array, int]:
-    """For a quantised tensor of a run: a mask of the elements that are no rounding of a number within TIE of the exact
-    one, the same for the tensor's window, and the run's zero point minus the exact one."""
+    """For a quantised tensor of a run: a mask of the elements that are not the rounding of any number within TIE of
+    the exact number, the same mask for the tensor's window instead of TIE, and the run's zero point minus the exact
+    zero point.
+    """
     array, exact = run[meaning.model.cuts[value]], meaning.layers[value]
     zero = exact.zero if exact.zero in meaning.model.cuts else None
     shift = 0 if zero is None else shift_of(run[meaning.model.cuts[zero]], meaning.layers[zero])
@@ -182,7 +187,7 @@ def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[A
     return beyond_tie, beyond_window, shift
 
 
-# --- the original, and what is judged by it ---
+# --- the original, and the models that are judged by it ---
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,7 +195,7 @@ class Quantised:
     """The exact evaluation of a quantised original on some inputs."""
 
     touched: tuple[bool, ...]  # for each output, whether it depends on operators of quantised numbers
-    reason: str = ""  # why there is no evaluation; "" if there is one
+    reason: str = ""  # why there is no evaluation; "" if there is
     notes: tuple[
         str, ...
     ] = ()  # how ONNX Runtime's results deviate from what the original means; what was left out
@@ -242,7 +247,7 @@ class Quantised:
     def _variations(
         self, model: Model, imported: ImportedModel, samples: Sequence[Sample]
     ) -> tuple[str, ...]:
-        """Notes on outputs of floats that differ between ONNX Runtime's optimisation levels."""
+        """Notes on float outputs that differ between ONNX Runtime's optimisation levels."""
         some = samples[:_VARIED]
         with suppress(BackendError), self._opened(model, optimized=False) as runner:
             plain = [runner.run(sample.feeds) for sample in some]
@@ -256,11 +261,13 @@ class Quantised:
 
     @property
     def judges_all(self) -> bool:
-        """Whether the layers decide on all outputs of a model."""
+        """Whether the comparison of layers decides on all outputs of a model."""
         return not self.reason and all(self.touched)
 
     def _with_runs(self) -> Quantised:
-        """Run the parts of the original, and add a note if the results differ from what they mean."""
+        """Run the parts of the original. Returns a copy with these runs, and with a note if the results differ from
+        the exact ones.
+        """
         copy = self._meanings[0].showing(cut=True)
         results: list[_RunResult] = []
         with self._opened(copy) as runner:
@@ -277,8 +284,9 @@ class Quantised:
         return opened(model, optimized=optimized, threads=self._threads, session_options=self._options)
 
     def _run_plain(self) -> None:
-        """Run the parts of the original without ONNX Runtime's optimisations, once. If that fails, a new model has one
-        result less that it may equal."""
+        """Run the parts of the original without ONNX Runtime's optimisations, once. If the run fails, there is one
+        result less that a new model may equal.
+        """
         with suppress(BackendError):
             if len(self._meanings[0].runs) == 1:
                 with self._opened(self._meanings[0].showing(cut=True), optimized=False) as runner:
@@ -330,7 +338,8 @@ class Quantised:
             return Judged(f"the new model: a copy that is cut does not run: {first_line(error)}")
 
     def _compare(self, original: Meaning, b: CutModel) -> Comparison:
-        """Compare what both models mean: with tensors paired by name and, if they then differ, without names."""
+        """Compare what both models mean: first with tensors paired by name; if the models differ, again without
+        names."""
         comparison = compared(original, b, by_name=True)
         if comparison.wrong:
             again = compared(original, b, by_name=False)
@@ -414,8 +423,8 @@ class Quantised:
         """Whether the original's own outputs of floats differ at least half as much when its constants are replaced by
         neighbouring floats.
 
-        This concerns models that quantise at run time and fuse it with products. There the last bit of a tensor's
-        largest element changes the scale, and so all its elements.
+        This concerns models that quantise at run time, in an operator that is fused with a product. In these, the last
+        bit of a tensor's largest element changes the scale, and so all elements of the tensor.
         """
         proto = self._meanings[0].model.proto
         if not any(node.op_type == "DynamicQuantizeLinear" for node in proto.graph.node):
@@ -446,13 +455,15 @@ class Quantised:
 def _is_explained(meaning: Meaning, outputs: Sequence[Array] | None, shown: Runner, cut: Runner) -> bool:
     """Whether each quantised tensor of a whole model is what its part computes, or means, from the tensors before it.
 
-    `outputs`: the outputs of the whole model; None: those of the copy that shows its tensors.
+    `outputs`: the outputs of the whole model; None stands for the outputs of the copy that has its quantised tensors
+    as outputs.
     """
     model = meaning.model
     run = model.results(shown.run(meaning.sample.feeds))
     own = {value: run[name] for value, name in model.cuts.items()}
     mine = meaning_of(model, meaning.sample, own)
-    # In a copy that shows the tensors, ONNX Runtime may fuse less, and round the floats behind them differently.
+    # In a copy that has the tensors as outputs, ONNX Runtime may fuse less, and round the floats computed from them
+    # differently.
     for value, name, array in zip(model.graph.outputs, model.output_names, outputs or ()):
         if not np.array_equal(run[name], array) and (
             value in mine.layers or output_difference(mine, value, run[name], array) is not None
@@ -467,7 +478,9 @@ def _is_explained(meaning: Meaning, outputs: Sequence[Array] | None, shown: Runn
 
 
 def samples_of(cases: Sequence[ReferenceCase], cost: Callable[[Case], float]) -> list[Sample]:
-    """Cases of tensors only, whose outputs are finite. Ordinary values come first, then cheap cases."""
+    """The cases whose inputs and outputs are all tensors, with finite outputs. Ordinary values come first, then cheap
+    cases.
+    """
     ranked: list[tuple[bool, float, Sample]] = []
     for item in cases:
         plain = all(len(parts) == 1 and not parts[0][0] for parts in item.outputs)
@@ -497,8 +510,8 @@ def _within(samples: Sequence[Sample], budget: float) -> list[Sample]:
 def _meanings(model: CutModel, samples: Sequence[Sample]) -> tuple[tuple[Meaning, ...], int]:
     """A model's meanings on the first samples, as many as fit into memory, and the number of samples that do not.
 
-    Samples where a quantised tensor depends on NaN or infinities are left out: each runtime rounds NaN to something
-    else. Raises Unjudged.
+    Samples where a quantised tensor depends on NaN or infinities are left out: each runtime rounds NaN to another
+    integer. Raises Unjudged.
     """
     meanings: list[Meaning] = []
     elements = 0
@@ -536,14 +549,15 @@ def judge_whole(original: Array, new: Array, exemption: Exemption = Exemption.NO
         return Judgement(Criterion.LAYERS, difference=distance(new, original)[0])
     finite = np.isfinite(wide(original)) & np.isfinite(wide(new))
     judgement = judge_floats(by_deviation(original, None), np.where(finite, original, new), exemption)
-    with np.errstate(invalid="ignore"):  # of equal infinities
+    with np.errstate(invalid="ignore"):  # for the difference of equal infinities
         apart = np.max(np.abs(wide(new) - wide(original)), initial=0.0, where=finite)
     return replace(judgement, criterion=Criterion.LAYERS, difference=float(apart))
 
 
 def variation(name: str, pairs: Iterable[tuple[Array, Array]]) -> str | None:
-    """The note on how much an output of floats varies between two runs of one model; None if only by rounding. `pairs`:
-    the output at two of ONNX Runtime's optimisation levels, for each set of inputs."""
+    """The note on how much a float output varies between two runs of one model; None if only by rounding. `pairs`: the
+    output at two of ONNX Runtime's optimisation levels, for each set of inputs.
+    """
     distance = scale = 0.0
     changed = rows = 0
     for a, b in pairs:

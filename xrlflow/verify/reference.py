@@ -1,4 +1,6 @@
-"""The original evaluated in float64, by our own evaluator: what both models are compared with, where it exists."""
+"""The original evaluated in float64 by our own evaluator. Both models are compared with this evaluation where it
+exists.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _HARMLESS = 2.0**-20
 
 _CONVERSION = 50.0
 
-# A slow machine, for estimates: operations and bytes per second, and seconds per call.
+# A slow machine, for estimates of time: operations per second, bytes per second, and seconds per call.
 _FLOPS, _BANDWIDTH, _CALL = 2e10, 4e9, 5e-6
 
 _Evaluator: TypeAlias = Callable[[Graph, Mapping[Value, Array]], list[Array]]
@@ -58,8 +60,8 @@ def evaluate_by(
     from threadpoolctl import threadpool_limits
 
     try:
-        # The products are small: more threads gain little on an idle machine, and on a busy one they wait for each
-        # other (14 times slower on two shared processors).
+        # The matrix products are small: more threads gain little on an idle machine, and on a busy machine they wait
+        # for each other (14 times slower on two shared processors).
         with threadpool_limits(1, user_api="blas"):
             return evaluator(part_for(imported.graph, values), feeds)
     except deadline.DeadlineExceeded:
@@ -121,8 +123,8 @@ def _has_meaning(node: Node) -> bool:
 def is_credible(original: Array, reference: Array, rounded: Callable[[], Array | None]) -> bool:
     """Whether rounding can explain the distance of the reference from the original.
 
-    It can explain a small distance. For a large one, `rounded` (the output in the model's own precision, by our
-    evaluator) must differ from the reference as well. Otherwise our evaluation computes something else than the
+    Rounding can explain a small distance. For a large distance, `rounded` (the output in the model's own precision, by
+    our evaluator) must differ from the reference as well. Otherwise our evaluation computes something else than the
     runtime.
     """
     a, y = wide(original), wide(reference)

@@ -1,4 +1,4 @@
-"""More evidence on outputs that differ: further runs of the original, measured noise, and further targets."""
+"""Collects more evidence on outputs that differ: further runs of the original, measured noise, and further targets."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from xrlflow.verify.reference import NoReference, Sizes
 from xrlflow.verify.runner import Array, Model, first_line, flat, opened
 from xrlflow.verify.targets import ON_DEMAND, ReferenceCase
 
-# How many sets of perturbed inputs are run; in each, every float is replaced by a neighbouring one.
+# How many sets of perturbed inputs are run. In a perturbed set, every float is replaced by a neighbouring float.
 _MOVED = 2
 
 
 @dataclass(slots=True, eq=False)
 class Rerun:
-    """Further outputs of the original on one case. None or empty: the run failed."""
+    """Further outputs of the original on one case. A field is None or empty if its run failed."""
 
     plain: list[Any] | None = None  # without ONNX Runtime's optimisations
     perturbed: list[list[Any]] = field(default_factory=list)  # with perturbed inputs, as the user runs it
@@ -43,7 +43,7 @@ class Rerun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reruns:
-    """Runs the original again on cases with disputed outputs, each once. `budget`: see FLOAT64_FLOPS."""
+    """Runs the original again on cases with disputed outputs, once per case. `budget`: see FLOAT64_FLOPS."""
 
     model: Model
     imported: ImportedModel
@@ -81,8 +81,9 @@ class Reruns:
         return self._reruns[id(case)].arrays(index)
 
     def targets(self, case: ReferenceCase, index: int) -> list[Target]:
-        """The targets that an output (a tensor) of a case that was run again may equal, with measured noise: that of
-        its target, the original as the user runs it, and the original without ONNX Runtime's optimisations."""
+        """The targets, with measured noise, that an output (a tensor) may equal, after `on` has run its case again:
+        its present target, the original as the user runs it, and the original without ONNX Runtime's optimisations.
+        """
         rerun = self._reruns[id(case)]
         first = case.targets.get((index, "")) or case.unexplained[index]
         original = first.original
@@ -125,10 +126,10 @@ class Reruns:
         return noise
 
     def settle(self, cases: Sequence[ReferenceCase]) -> list[str]:
-        """Decide whether to use float64 evaluations that the original is far from. Returns notes.
+        """Decide whether to use float64 evaluations from which the original's outputs are far. Returns notes.
 
-        An evaluation is used if measured noise explains the distance, or if the original agrees with it without ONNX
-        Runtime's optimisations. Otherwise the evaluation itself may be wrong.
+        An evaluation is used if measured noise explains the distance, or if the original without ONNX Runtime's
+        optimisations agrees with the evaluation. Otherwise the evaluation itself may be wrong.
         """
         unexplained = [k for k in cases if k.unexplained]
         self.on(unexplained)
@@ -153,7 +154,8 @@ class Reruns:
     def unoptimised(self, cases: Sequence[ReferenceCase]) -> list[str]:
         """Add the outputs without ONNX Runtime's optimisations to targets that have no float64 evaluation.
 
-        Returns notes. Outputs of which the two levels differ by more than rounding are entered in `changed`.
+        Returns notes. Outputs that differ between the two optimisation levels by more than rounding are entered in
+        `changed`.
         """
         try:
             with opened(

@@ -1,4 +1,4 @@
-"""What callers of a model rely on: names, types, ranks and dimensions of its inputs and outputs."""
+"""The signature of a model, on which its callers rely: names, types, ranks and dimensions of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xrlflow.verify.runner import Model, first_line
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One declared input or output. `default`: it is an input that a caller may leave out."""
+    """One declared input or output. `default`: whether it is an input that a caller may omit."""
 
     name: str
     type: TensorType
@@ -30,7 +30,8 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Inputs and outputs in order. `constant_defaults`: callers cannot override defaults (IR version below 4)."""
+    """Inputs and outputs in order. `constant_defaults`: whether callers cannot override defaults (IR version below
+    4)."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]

@@ -1,4 +1,4 @@
-"""The targets of the original's outputs, case by case: from a float64 evaluation where there is one."""
+"""The targets for the outputs, case by case: from a float64 evaluation of the original if there is one."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class ReferenceCase:
     targets: dict[tuple[int, str], Target] = field(default_factory=dict)  # by output and part
     exemptions: tuple[Exemption | None, ...] = ()
     unexplained: dict[int, Target] = field(default_factory=dict)
-    """By output: targets from float64 evaluations that the original is too far from, not used until that is
-    explained."""
+    """By output: targets from float64 evaluations from which the original is too far. They are not used until the
+    distance is explained.
+    """
     changed: dict[int, float] = field(default_factory=dict)
     """By output: how much ONNX Runtime's optimiser changes it."""
 
@@ -51,7 +52,7 @@ class ReferenceCase:
 def by_float64(
     at: Sizes, imported: ImportedModel, cases: Sequence[ReferenceCase], budget: float
 ) -> list[str]:
-    """Add targets from our float64 evaluation, as long as their operations stay within `budget`.
+    """Add targets from our float64 evaluation, as long as its floating-point operations stay within `budget`.
 
     Cases of ordinary values come first. Returns notes on what could not be evaluated.
     """
@@ -83,7 +84,7 @@ def on_demand(at: Sizes, imported: ImportedModel, item: ReferenceCase, budget: f
     """Evaluate one case in float64 beyond the budget, because a difference would be reported otherwise."""
     indices = _evaluable(imported, item)
     if indices and at.flops(item.case) <= ON_DEMAND * budget:
-        with suppress(NoReference):  # the present target stays
+        with suppress(NoReference):  # without an evaluation, the present target stays
             _measure(imported, item, indices)
 
 

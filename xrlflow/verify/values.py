@@ -1,4 +1,4 @@
-"""Kinds of values for inputs (floats, integers, masks), and which of them are worth a run."""
+"""Kinds of values for inputs (floats, integers, masks), and which kinds are worth a run."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class Masks(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """How all inputs of one run are drawn. `name`: for messages; "" for the ordinary kind, of which there are several
-    samples."""
+    """How all inputs of one run are drawn. `name`: the name in messages; "" for ordinary values, of which there are
+    several samples.
+    """
 
     name: str = ""
     floats: Floats = Floats()
