@@ -1,4 +1,4 @@
-"""Agents that choose passes: networks over the observations of `PassEnv`, and their files.
+"""Agents that choose passes: neural networks whose inputs are the observations of `PassEnv`, and their files.
 
 There are two networks. Both see the figures of the module, its opcodes, its functions, the passes applied so far and
 the mask; the second one also sees the graph of instructions. An agent works only with the passes and opcodes that it
@@ -26,12 +26,12 @@ from xrlflow.passes.environment import COMPUTATIONS, FIGURES, HISTORY, Configura
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 KIND = "passes agent"
-# Factors that scale the figures (log2 of operations, bytes and flops, relative operations, horizon left, log2 of
-# functions) to about 1, and those of counts, so that a count of 255 becomes 1.
+# Factors that scale the figures (log2 of operations, bytes and flops, relative operations, remaining horizon, log2 of
+# functions) to about 1; and the factor of the logarithms of counts, which scales a count of 255 to 1.
 _FIGURES = (0.1, 0.04, 0.04, 1.0, 1.0, 0.2)
 _COUNTS = 0.125
 _RECENT = 8  # the size of the embedding of a pass in the history
-# Limits on the sizes of an agent.
+# Limits on the sizes in an agent's configuration.
 _MOST = {"width": 4096, "graph_width": 1024, "rounds": 64, "horizon": 1_000_000}
 _NODES, _KINDS = 6, 8  # features of an instruction; kinds of edges (see `ModuleGraph`)
 
@@ -45,12 +45,12 @@ class Network(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """The sizes of an agent's network, and the episodes that it is for."""
+    """The sizes of an agent's network, and the rules of the episodes for which it is trained."""
 
     network: Network = Network.COUNTS
-    width: int = 128  # of the hidden layers
-    graph_width: int = 32  # of the vectors of instructions
-    rounds: int = 3  # of messages between instructions
+    width: int = 128  # units of each hidden layer
+    graph_width: int = 32  # elements of the vector of an instruction
+    rounds: int = 3  # rounds of messages between instructions
     masking: Masking = Masking.KNOWN
     horizon: int = 25
 
@@ -68,7 +68,7 @@ class AgentConfig:
 
 
 class Agent(nn.Module):
-    """A policy for `xrlflow.learn.ppo` over P passes and stop, with a critic."""
+    """A policy for `xrlflow.learn.ppo` with a critic. Its actions are P passes and the action "stop"."""
 
     def __init__(
         self, passes: Sequence[str], opcodes: Sequence[str], config: AgentConfig = AgentConfig()
@@ -90,14 +90,15 @@ class Agent(nn.Module):
         self.value = orthogonal(nn.Linear(width, 1), 1.0)
 
     def evaluate(self, observations: Sequence[Observation]) -> tuple[SegmentCategorical, Tensor]:
-        """For B observations: the distributions over passes and stop, and the values [B]."""
+        """For B observations: the distributions over the passes and "stop", and the values of the critic [B]."""
         logits, values = self.scores(observations)
         counts = torch.full((len(observations),), logits.shape[1])
         return SegmentCategorical.of(logits.flatten(), counts), values
 
     def scores(self, observations: Sequence[Observation]) -> tuple[Tensor, Tensor]:
-        """For B observations: the scores of passes and stop [B, P + 1], -inf where the mask is 0, and the values
-        [B]."""
+        """For B observations: the scores of the passes and "stop" [B, P + 1], -inf where the mask is 0, and the
+        critic's values [B].
+        """
         hidden = self.body(self._collated(observations))
         allowed = torch.from_numpy(np.stack([o["action_mask"] for o in observations])).bool()
         return self.policy(hidden).masked_fill(~allowed, float("-inf")), self.value(hidden).squeeze(-1)
@@ -178,7 +179,7 @@ class Agent(nn.Module):
 
 
 def _empty(passes: Sequence[str], opcodes: Sequence[str], config: AgentConfig) -> Agent:
-    """An agent whose weights have no memory yet, since a damaged file may ask for huge sizes."""
+    """An agent whose weights are not allocated yet, since a damaged file may state huge sizes."""
     with torch.device("meta"):
         return Agent(passes, opcodes, config)
 
@@ -251,7 +252,7 @@ class _Joined:
 
 
 def _mean(rows: Tensor, index: Tensor, count: int) -> Tensor:
-    """The mean of the rows with each index [count, width]; 0 for an index without rows."""
+    """For each index, the mean of the rows that have it [count, width]; 0 for an index without rows."""
     total = rows.new_zeros(count, rows.shape[1]).index_add(0, index, rows)
     number = torch.bincount(index, minlength=count).clamp(min=1)
     return total / number[:, None]

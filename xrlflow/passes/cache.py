@@ -1,7 +1,8 @@
-"""A cache on disk of what passes turn modules into, so that a pass runs only once on a module, whatever the run.
+"""A cache on disk of the results of passes, so that a pass runs only once on a module, also in later runs of the
+program.
 
-It is a bounded SQLite file that processes share (see `SharedFile`). Each module is stored once, compressed. Rows have a
-checksum, which SQLite lacks: a row that the disk has damaged counts as missing.
+It is a bounded SQLite file that processes share (see `SharedFile`). Each module is stored once, compressed. Rows have
+a checksum, which SQLite lacks: a row that the disk has damaged counts as missing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LAYOUT = Layout(
     "result",
     _PUT,
 )
-# After so many new modules the size of the file is checked.
+# The size of the file is checked each time this many modules were added.
 _LOOK = 200
 
 
@@ -46,8 +47,9 @@ class Outcome:
 
 
 class Cache:
-    """Outcomes of passes, and modules by digest. `limit`: bytes of compressed modules, roughly; the oldest are
-    dropped."""
+    """Outcomes of passes, and modules by digest. `limit`: how many bytes of compressed modules stay, roughly; older
+    modules are dropped.
+    """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, limit: int = 1 << 30) -> None:
         """`path`: the file. By default it is `passes.sqlite` in the user's cache directory."""
@@ -121,12 +123,12 @@ class Cache:
         )
 
     def close(self) -> None:
-        """Write what is not written yet, unless another process writes now."""
+        """Write the outcomes that are not written yet, unless another process writes now."""
         self._file.close()
 
 
 def _key(compiler: str, digest: str) -> str:
-    """The key of a module. It includes the compiler, as another one may count operations differently."""
+    """The key of a module. It includes the compiler's name, as another compiler may count operations differently."""
     return f"{compiler} {digest}"
 
 
@@ -134,12 +136,12 @@ _SEAL = 8  # hex digits of a checksum
 
 
 def _sealed(text: str, *parts: str | int) -> str:
-    """A text, preceded by a checksum of it and of the other parts of its row."""
+    """A text, preceded by a checksum of the text and of the other fields of its row."""
     return f"{zlib.crc32(json.dumps([text, *parts]).encode()):08x}{text}"
 
 
 def _opened(sealed: object, *parts: Any) -> str | None:
-    """The text that `_sealed` was given; None if the row is damaged."""
+    """The text from which `_sealed` made this string; None if the row is damaged."""
     if not isinstance(sealed, str) or not all(isinstance(part, str | int) for part in parts):
         return None
     text = sealed[_SEAL:]

@@ -1,10 +1,10 @@
 """The compiler protocol: all that an environment, an agent or a benchmark of pass orders needs of a compiler.
 
-A compiler has numbered passes. `apply` runs one of them on a module and returns the result; a pass may fail, or crash
-its process, and then the module stays as it was. A `Module` is a frozen value with the program in the compiler's own
-format and the figures that agents and tables use, so it can be pickled, cached and compared by its digest. There are
-two compilers: `xla.XlaCompiler` (HLO passes of jaxlib) and `rules.RuleCompiler` (ONNX graphs; a pass applies the rules
-of a family).
+A compiler has numbered passes. `apply` runs one of them on a module and returns the result; if a pass fails or crashes
+its process, the module stays as it was. A `Module` is a frozen value with the program in the compiler's own format and
+the figures that agents and tables use, so it can be pickled, cached and compared by its digest. There are two
+compilers: `xla.XlaCompiler` (HLO passes of jaxlib) and `rules.RuleCompiler` (ONNX graphs; a pass applies the rules of
+a family).
 
     with XlaCompiler() as compiler:
         module = compiler.load(text)
@@ -15,9 +15,9 @@ of a family).
 Every compiler guarantees:
 
 - `load` returns a module in normal form: a pass without effect leaves it exactly as it is.
-- A pass is deterministic: the same module and pass give a module with the same digest. So results may be cached.
+- A pass is deterministic: the same module and pass give a module with the same digest. Hence results may be cached.
 - `Applied.changed` is False if and only if the digest is the same. A failed pass changes nothing.
-- Modules with one digest compute the same. Modules with different digests may do so, too.
+- Modules with one digest compute the same. Modules with different digests may compute the same, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Metric(Enum):
     OPERATIONS = "operations"
     BYTES = "bytes"  # read and written
     FLOPS = "flops"
-    SECONDS = "seconds"  # measured; the others are counted
+    SECONDS = "seconds"  # measured, while the other metrics are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Summary:
     opcodes: tuple[tuple[str, int], ...]  # live instructions by kind
     computations: tuple[
         int, ...
-    ]  # operations of each function that is used: the entry, then the largest first
+    ]  # operations of each function that is used: the entry first, then the functions from the largest to the smallest
 
     def of(self, metric: Metric) -> float:
         """The value of a counted metric. Raises ValueError for SECONDS, which `Compiler.seconds` measures."""
@@ -90,7 +90,9 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The result of a pass on a module. `error`: why it failed, in one line; then `module` is the one before."""
+    """The result of a pass on a module. `error`: why the pass failed, in one line; after a failure, `module` is the
+    module before the pass.
+    """
 
     module: Module
     changed: bool
@@ -103,22 +105,22 @@ class Comparison:
 
     equal: bool
     worst: float  # the largest error as a multiple of the tolerance
-    compared: float  # the part of all numbers that were compared
+    compared: float  # the fraction of all numbers in the outputs that were compared
     difference: str | None = None  # what differs, in one line
-    note: str | None = None  # a difference that the original also has to itself
+    note: str | None = None  # a remark: the original differs from itself in this output, too
     blind: tuple[
         str, ...
-    ] = ()  # outputs without a compared number, as the original has only NaN or infinities there
+    ] = ()  # outputs of which no number was compared, as the original has only NaN or infinities in them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleGraph:
     """The live instructions of a module as a graph, in the format of `torch_geometric.data.Data`.
 
-    `opcode` int64 [N]: indices in `Compiler.opcodes`; unknown ones have the last index + 1. `x` float32 [N, 6]: log2 of
-    (1 + elements), log2 of (1 + bytes), rank, 1 if it is the root of its function, 1 if it is in the entry, log2 of
-    (1 + readers). `edge_index` int64 [2, E]: from operands to readers, then from the roots of called functions to their
-    callers. `edge_kind` int64 [E]: the position of the operand, at most 6; 7 for a call.
+    `opcode` int64 [N]: indices in `Compiler.opcodes`; an unknown opcode has the last index + 1. `x` float32 [N, 6]:
+    log2 of (1 + elements), log2 of (1 + bytes), rank, 1 if it is the root of its function, 1 if it is in the entry,
+    log2 of (1 + readers). `edge_index` int64 [2, E]: from operands to readers, then from the roots of called functions
+    to their callers. `edge_kind` int64 [E]: the position of the operand, at most 6; 7 for a call.
     """
 
     opcode: npt.NDArray[np.int64]
@@ -162,8 +164,9 @@ class Compiler(Protocol):
         ...
 
     def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
-        """The module after the compiler's own order of the passes (or of `names` among them), repeated until the number
-        of operations stays the same."""
+        """The module after all passes (or only those in `names`) in the compiler's own order, repeated until the
+        number of operations stays the same.
+        """
         ...
 
     def graph(self, module: Module) -> ModuleGraph:
@@ -173,7 +176,8 @@ class Compiler(Protocol):
     def compare(
         self, reference: Module, module: Module, seed: int = 0, inputs: Sequence[Arrays] = ()
     ) -> Comparison:
-        """Run both on the same inputs: on random ones, and on `inputs` (each with an array for each parameter).
+        """Run both modules on the same inputs: on random ones, and on `inputs` (each a list with an array for each
+        parameter).
 
         Raises CompilerError if a module does not run, or inputs do not fit.
         """
@@ -182,13 +186,14 @@ class Compiler(Protocol):
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
     ) -> list[tuple[float, ...]]:
-        """Measured seconds of runs of each module, compiled in full. The runs are interleaved, so that times at the
-        same position form a pair."""
+        """The measured seconds of `repetitions` runs of each module, compiled in full. The runs of the modules
+        alternate, so that times at the same position form a pair.
+        """
         ...
 
 
 def run(compiler: Compiler, module: Module, names: Sequence[str]) -> Module:
-    """The module after a sequence of passes. Those that fail are skipped."""
+    """The module after a sequence of passes. Passes that fail are skipped."""
     for name in names:
         module = compiler.apply(module, name).module
     return module

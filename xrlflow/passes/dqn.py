@@ -1,7 +1,8 @@
 """Deep Q-learning, for comparison with PPO, in one file.
 
-It is double Q-learning (van Hasselt et al., 2016) with replay, a target network and epsilon-greedy exploration (Mnih et
-al., 2015). The network is that of `Agent`, with the values of actions as its scores, so files and play are the same.
+It is double Q-learning (van Hasselt et al., 2016) with replay, a target network and epsilon-greedy exploration (Mnih
+et al., 2015). The network is that of `Agent`, whose scores are the values of actions here, so agents are saved and
+used like those of PPO.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from xrlflow.passes.lessons import Lessons, Teaching, Trained, score
 
 @dataclass(frozen=True, slots=True)
 class DQNConfig:
-    """The parameters of deep Q-learning. Steps are those of the environment."""
+    """The parameters of deep Q-learning. A step is a step of the environment."""
 
     steps: int = 20_000
     seed: int = 0
@@ -35,11 +36,11 @@ class DQNConfig:
     gamma: float = 0.99
     batch: int = 64  # transitions of a minibatch
     memory: int = 20_000  # the latest transitions, from which minibatches are drawn
-    begin: int = 256  # the first step with learning
+    begin: int = 256  # the step at which learning begins
     every: int = 2  # steps between minibatches
     follow: int = 500  # steps between updates of the target network
-    epsilon: float = 0.05  # the final probability of a random action; it falls to this linearly
-    explore: float = 0.5  # during this part of the steps
+    epsilon: float = 0.05  # the final probability of a random action, to which it falls linearly
+    explore: float = 0.5  # the fraction of the steps during which the probability falls
     reward_scale: float = 10.0  # rewards are multiplied by it
     max_grad_norm: float = 10.0
     evaluate_every: int = 2000
@@ -69,7 +70,7 @@ def train(
     deadline: float | None = None,
     logs: Logs | None = None,
 ) -> Trained:
-    """Train an agent by deep Q-learning. Returns the one with the best evaluation.
+    """Train an agent by deep Q-learning. Returns the agent with the best evaluation.
 
     Raises TrainingError if the loss is not finite.
     """
@@ -102,7 +103,7 @@ class _Run:
         self._observation: Observation | None = None
 
     def act(self) -> None:
-        """Take one step in the environment, and learn if it is time."""
+        """Take one step in the environment, and learn after every `every` steps."""
         config = self.config
         if self._observation is None:
             self.lessons.progress = self.step / config.steps

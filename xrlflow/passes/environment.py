@@ -1,4 +1,5 @@
-"""The Gymnasium environment: an episode applies passes to one of several modules, one per step, or stops.
+"""The Gymnasium environment. An episode concerns one of several modules; each of its steps applies one pass to this
+module, or stops.
 
 Actions 0 to P - 1 are the compiler's passes, in the order of `Compiler.passes`; action P stops. An observation is a
 dictionary of arrays:
@@ -7,14 +8,15 @@ dictionary of arrays:
   the remaining part of the horizon; log2 of (1 + functions).
 - `opcodes` float32 [K + 1]: log2 of (1 + live instructions) of each kind; the last entry counts unknown kinds.
 - `computations` float32 [8]: log2 of (1 + operations) of the entry and of the next seven largest functions.
-- `applied` float32 [P]: log2 of (1 + how often each pass was applied in the episode).
-- `history` int64 [8]: the latest passes, the last one first; P where there is none.
+- `applied` float32 [P]: log2 of (1 + the number of times that each pass was applied in the episode).
+- `history` int64 [8]: the latest passes, the last one first; P stands for no pass.
 - `action_mask` int8 [P + 1]: 0 for passes that are known to have no effect (see `Masking`).
-- `graph` (if the configuration asks for it): a `GraphInstance`; `nodes` float32 [N, 7] are the opcode's number and `x`
+- `graph` (if the configuration requests it): a `GraphInstance`; `nodes` float32 [N, 7] are the opcode's number and `x`
   of `ModuleGraph`, `edges` float32 [E, 1] the kinds, `edge_links` [E, 2] operands and readers.
 
-Information: `problem`, `module` (present), `best` (module with the lowest value so far), `value` and `initial` (of the
-metric; relative if it is measured), `trace` (names of passes), `changed`, `error` (why the last pass failed), `mask`.
+The information dictionary has `problem`, `module` (the present one), `best` (the module with the lowest value so far),
+`value` and `initial` (the metric of the present and the first module; relative if it is measured), `trace` (names of
+passes), `changed`, `error` (why the last pass failed), and `mask`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from xrlflow.passes.compiler import Compiler, Metric, Module
 FIGURES = 6
 COMPUTATIONS = 8
 HISTORY = 8
-# The number of modules whose passes without effect an environment remembers.
+# An environment remembers, for at most this many modules, which passes have no effect.
 _KNOWN = 100_000
 
 Observation: TypeAlias = dict[str, Any]
@@ -57,12 +59,14 @@ class Masking(Enum):
     """Which passes the action mask excludes."""
 
     NONE = "none"
-    KNOWN = "known"  # those that this environment has observed to have no effect on the present module
-    ALL = "all"  # all without effect: every pass is run on every module, so the compiler should have a cache
+    KNOWN = "known"  # passes that this environment has observed to have no effect on the present module
+    ALL = "all"  # all passes without effect: every pass is run on every module, so the compiler should have a cache
 
 
 class Check(Enum):
-    """When the module is run and compared with the first one. Differences are logged."""
+    """When the present module is run and its outputs are compared with those of the first module. Differences are
+    logged.
+    """
 
     NEVER = "never"
     END = "end"  # a difference at the end of an episode is an error
@@ -74,7 +78,7 @@ class Configuration:
     """The rules of episodes.
 
     The reward of a step is the reduction of the metric, relative to the first module: over an episode, rewards sum to
-    the relative reduction. With Metric.SECONDS the whole reward comes with the last step.
+    the relative reduction. With Metric.SECONDS the last step gets the whole reward.
     """
 
     reward: Metric = Metric.OPERATIONS
@@ -98,7 +102,9 @@ class Problem:
 
 
 class PassEnv(gymnasium.Env[Observation, np.int64]):
-    """Episodes over several problems. Each draws a problem, unless `options={"problem": name}` names one."""
+    """Episodes over several problems. Each episode draws a problem at random, unless `options={"problem": name}` names
+    one.
+    """
 
     def __init__(
         self,
@@ -157,8 +163,9 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
         return self._observation(mask), self._information(mask)
 
     def step(self, action: np.int64 | int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Apply a pass, or stop. Raises EpisodeError if the action does not exist, and SemanticsError if a check at the
-        end of an episode finds that the module computes something else than the first one."""
+        """Apply a pass, or stop. Raises EpisodeError if the action does not exist, and SemanticsError if a check at
+        the end of an episode finds that the module computes something else than the first module.
+        """
         if not self._running:
             raise EpisodeError("no episode is running: call reset first")
         action = int(action)
@@ -186,7 +193,9 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
         return self._observation(mask), reward, terminated, truncated, information
 
     def _reward(self, before: Module, over: bool) -> tuple[float, float | None]:
-        """The reward of the last step, and the module's time relative to the first module's, if it was measured."""
+        """The reward of the last step, and the module's time divided by that of the first module, if the time was
+        measured.
+        """
         metric, first = self.configuration.reward, self._problem.module
         if metric is not Metric.SECONDS:
             if self._module.summary.of(metric) < self._best.summary.of(metric):
@@ -222,7 +231,9 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
         self._idle.setdefault(module.digest, set()).add(action)
 
     def _difference(self) -> str | None:
-        """How the outputs differ from the first module's; None if they do not. A difference is logged."""
+        """How the present module's outputs differ from those of the first module; None if they do not. A difference is
+        logged.
+        """
         first = self._problem.module
         if self._module == first or (comparison := self.compiler.compare(first, self._module)).equal:
             return None

@@ -2,19 +2,20 @@
 
 A pass may reorder sums and round constants. Where a result consists of rounding errors (a gradient that is 0 up to
 rounding, divided by its own root), the outputs of two correct modules may have nothing in common, so no tolerance
-distinguishes them from wrong ones. Hence there are two questions:
+distinguishes correct from wrong outputs. Hence there are two questions:
 
-1. Do they compute the same in real numbers? Both run in float64, and each number must agree to 2e-6, and to 1e-7 of its
+1. Are both equal in real numbers? Both run in float64, and each number must agree to 2e-6, and to 1e-7 of its
    tensor's largest. A greater difference is allowed up to 64 times the movement of this number: how much the original's
    number changes when inputs and constants change by one unit of float32 in the last place (a pass may fold constants
    in float32). The movement is bounded: where it would allow more than 1% of the number and of its tensor's largest,
    the number is not compared. An output of which at least half is never compared, except for zeros, does not count as
    equal.
-2. Do they compute the same in their own types? They must agree to a tolerance by type, or a tensor must be as close to
-   the float64 result as the original is on inputs changed by one unit, up to a factor of 8.
+2. Do both compute the same in their own types? They must agree to a tolerance by type, or each tensor must be as close
+   to the float64 result as the original is on inputs changed by one unit, up to a factor of 8.
 
-For a module without a counterpart in float64 there is only the second question, with the movement of the original on
-changed inputs. It may then allow at most 1% of a tensor's largest number: an output that moves by more is not equal.
+For a module without a counterpart in float64 there is only the second question, and the tolerance includes the
+movement of the original on changed inputs. The movement may allow at most 1% of a tensor's largest number: an output
+that moves by more does not count as equal.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from xrlflow.passes.compiler import Comparison, CompilerError
 
 Array: TypeAlias = npt.NDArray[Any]
 Outputs: TypeAlias = Sequence[Array]
-# For each draw of inputs.
+# The outputs for each draw of inputs.
 Draws: TypeAlias = Sequence[Outputs]
 
-# The relative error allowed, by the name of the type, as a part of the number and of the largest number of its tensor
-# (since passes reorder sums). Integers and booleans must be equal.
+# The relative error allowed, by the name of the type, as a fraction of the number and of the largest number of its
+# tensor (since passes reorder sums). Integers and booleans must be equal.
 RTOL = {
     "float64": 1e-9,
     "complex128": 1e-9,
@@ -43,12 +44,12 @@ RTOL = {
     "float16": 1e-2,
     "bfloat16": 5e-2,
 }
-# The same where both run in float64: 16 units of float32 of the number, and one of the largest number, as constants are
-# rounded to float32.
+# The relative errors allowed if both modules run in float64: 16 float32 units of the number, and one float32 unit of
+# the largest number, as constants are rounded to float32.
 _WIDE, _WIDE_LARGEST = 2e-6, 2.0**-23
 # Larger numbers stand for infinity, as in masks, and do not count as the largest number of a tensor.
 _ENDLESS = 1e30
-_FEW = 64.0  # times the movement of a number. A movement is observed four times; few are so small by chance
+_FEW = 64.0  # times the movement of a number. A movement is observed four times; few are so much too small by chance
 _OWN = 8.0  # times the movement of a tensor
 _MOST = 1e-2  # of the number and of the largest number of its tensor: the limit on what movement may allow
 
@@ -63,10 +64,11 @@ def compared(
 ) -> Comparison:
     """Compare the outputs on each draw of inputs.
 
-    Numbers that are not finite must be so in both. `slack`: an additional error allowed for each number; numbers for
-    which it is infinite are not compared. `wide`: both ran in float64. `decides`: an output of which at least half is
-    never compared, except for zeros, is not equal. `named`: outputs of the types for messages, if the reference has
-    others. Raises CompilerError if nothing is compared, because the reference has only NaN and infinities.
+    Where a number is NaN or infinite in one module, it must be the same in the other. `slack`: an additional error
+    allowed for each number; numbers for which it is infinite are not compared. `wide`: both ran in float64. `decides`:
+    an output of which at least half is never compared, except for zeros, is not equal. `named`: outputs whose types
+    messages name, if the reference has other types. Raises CompilerError if nothing is compared, because the reference
+    has only NaN and infinities.
     """
     worst, compared_count, total = 0.0, 0, 0
     blind: dict[str, bool] = {}
@@ -165,7 +167,8 @@ def movement(still: Draws, runs: Sequence[Draws]) -> list[list[Array]]:
 
 
 def _other(a: Array, b: Array) -> Array:
-    """A mask of exact numbers that differ. Among them are floats of 8 bits, of which two NaN count as the same."""
+    """A mask of exact numbers that differ. Floats of 8 bits count as exact numbers; two NaN of them count as the
+    same."""
     other: Array = (a != b) & ~((a != a) & (b != b))
     return other
 
@@ -178,8 +181,9 @@ def _same(a: Array, b: Array) -> Array:
 def in_reals(
     expected: Draws, candidate: Draws, moved: Callable[[], Sequence[Draws]], named: Outputs | None = None
 ) -> Comparison:
-    """The first question: outputs in float64. `moved`: computes those of the original with changed inputs and
-    constants; called only if the outputs differ. `named`: as for `compared`."""
+    """The first question: outputs in float64. `moved`: a function that computes the outputs of the original with
+    changed inputs and constants; called only if the outputs differ. `named`: as for `compared`.
+    """
     plain = compared(expected, candidate, wide=True, named=named)
     if plain.equal:
         return plain
@@ -193,8 +197,10 @@ def in_reals(
 def in_types(
     expected: Draws, candidate: Draws, exact: Draws | None, moved: Callable[[], Sequence[Draws]]
 ) -> Comparison:
-    """The second question: outputs in the types of the module. `exact`: those of the original in float64, if it has a
-    counterpart; `moved`: computes those of the original on changed inputs; called only if the outputs differ."""
+    """The second question: outputs in the types of the module. `exact`: the outputs of the original in float64, if it
+    has a counterpart in float64. `moved`: a function that computes the outputs of the original on changed inputs;
+    called only if the outputs differ.
+    """
     plain = compared(expected, candidate)
     if plain.equal or not alike(expected, candidate):
         return plain
@@ -212,8 +218,9 @@ def in_types(
 
 
 def _of_tensor(array: Array, moves: Array, rtol: float | None, bounded: bool) -> Array:
-    """The error allowed for each number of a tensor, from the movement of all; infinite where finite numbers become NaN
-    or infinite. `bounded`: no number of a tensor that moves too far is compared."""
+    """The error allowed for each number of a tensor, computed from the movement of all its numbers; infinite where
+    finite numbers become NaN or infinite. `bounded`: if a tensor moves too far, none of its numbers is compared.
+    """
     if rtol is None:
         return np.full(array.shape, np.inf if moves.size and np.isinf(moves).any() else 0.0)
     largest_move, scale = largest(moves), largest(array)

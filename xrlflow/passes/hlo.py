@@ -1,7 +1,8 @@
 """Reads HLO modules, as serialized protocol buffers, without jaxlib: digests, counts, and graphs of the instructions.
 
-Only the fields that are used are declared (numbers: openxla/xla, `xla/service/hlo.proto` and `xla/xla_data.proto`);
-all others are preserved unread, so that the digest covers them.
+Only the protobuf fields that this package uses are declared (their numbers come from openxla/xla,
+`xla/service/hlo.proto` and `xla/xla_data.proto`); all other fields are preserved unread, so that the digest covers
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BOOKKEEPING = frozenset({"parameter", "constant", "tuple", "get-tuple-element"})
 _EFFECTS = frozenset(
     {"send", "send-done", "recv", "recv-done", "infeed", "outfeed", "rng-get-and-update-state", "domain"}
 )
-# Fields of an instruction that hold names or origins, or that the digest covers in another form.
+# Fields of an instruction that the digest leaves out: they hold names or origins, or the digest covers them otherwise.
 _UNNAMED = (
     *("name", "id", "operand_ids", "called_computation_ids", "control_predecessor_ids", "metadata"),
     *("original_value", "statistics_viz"),
@@ -105,13 +106,15 @@ _MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
         ("result", 2, _MESSAGE, False, "Shape"),
     ),
 }
-# Fields of a module that are its computations, hold names, or that XLA changes in each compilation. The digest covers
-# all others: which inputs give their memory to outputs, shardings, and the like.
+# Fields of a module that the digest does not cover directly: its computations, names, and fields that XLA changes in
+# each compilation. The digest covers all other fields: which inputs give their memory to outputs, shardings, and the
+# like.
 _APART = (
     *("name", "entry_computation_name", "computations", "host_program_shape", "id", "entry_computation_id"),
     *("schedule", "profile_info", "stack_frame_index"),
 )
-# Further fields, which are read and changed but not declared for digests (these depend on the declarations).
+# Further fields, which are read and changed but not declared in the message class for digests (a digest depends on
+# which fields are declared).
 _FURTHER: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
     "Indexing": (("start_index_map", 3, _INT, True, ""), ("index_vector_dim", 4, _INT, False, "")),
     "Literal": (
@@ -138,7 +141,8 @@ _FURTHER: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
 
 @cache
 def _module_class(full: bool) -> Any:
-    """The protobuf message class of modules, built from the first table above, or (`full`) from both."""
+    """The protobuf message class of modules, built from the first table of fields above, or (`full`) from both
+    tables."""
     from google.protobuf import (  # type: ignore[import-untyped]
         descriptor_pb2,
         descriptor_pool,
@@ -182,7 +186,7 @@ def parse(proto: bytes, full: bool = False) -> Any:
 
 
 def without_number(proto: bytes) -> bytes:
-    """A serialized module without its number, which XLA draws again in every compilation."""
+    """A serialized module without its id number, which XLA chooses anew in every compilation."""
     module = parse(proto)
     module.ClearField("id")
     plain: bytes = module.SerializeToString(deterministic=True)
@@ -202,9 +206,9 @@ class Counts:
 def counts(module: Any) -> Counts:
     """Count the instructions on which the module's result depends.
 
-    An instruction is live if the root of its computation depends on it, or if it has an effect; a computation, if a
-    live instruction calls it. `operations` excludes parameters, constants, tuples and their elements: they compute
-    nothing, and XLA's own importer creates and merges them freely.
+    An instruction is live if the root of its computation depends on it, or if it has an effect. A computation is used
+    if a live instruction calls it. `operations` excludes parameters, constants, tuples and their elements: they
+    compute nothing, and XLA's own importer creates and merges them freely.
     """
     opcodes: Counter[str] = Counter()
     sizes = []
@@ -217,7 +221,8 @@ def counts(module: Any) -> Counts:
 
 
 def sizes(module: Any) -> list[int]:
-    """The number of instructions of each computation, in ascending order. Modules with one digest have equal lists."""
+    """The number of instructions of each computation, in ascending order. Modules with equal digests have equal
+    lists."""
     return sorted(len(c.instructions) for c in module.computations)
 
 
@@ -238,8 +243,9 @@ def live(module: Any) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def bytes_of_calls(module: Any) -> int:
-    """The bytes that calls to other libraries read and write, multiplied by how often their functions are called. A
-    loop counts once, as in XLA's cost analysis."""
+    """The bytes that calls to other libraries read and write, multiplied by how often their functions are called. The
+    body of a loop counts once, as in XLA's cost analysis.
+    """
     own: dict[int, int] = {}
     calls: dict[int, Counter[int]] = {}
     for computation, instructions in live(module):
@@ -293,8 +299,8 @@ def _ordered(computation: Any, roots: Iterable[int]) -> Iterator[Any]:
 
 
 def digest(module: Any) -> str:
-    """A digest (32 hex digits) of the entry and what it calls, without names, ids and metadata, and of the module's
-    other declared and undeclared fields.
+    """A digest (32 hex digits) of the entry and the computations that it calls, without names, ids and metadata, and
+    of the module's other fields, declared or not.
 
     It covers instructions without readers, too, since passes see them. The message is changed: names are cleared.
     """
@@ -302,7 +308,7 @@ def digest(module: Any) -> str:
     numbered: dict[int, int] = {}
 
     def of(number: int) -> bytes:
-        if number in numbered:  # it is called again, which is not the same as a copy of it
+        if number in numbered:  # a second call of this computation, which must differ from a call of a copy
             return b"again %d" % numbered[number]
         numbered[number] = len(numbered)
         computation = by_id[number]
@@ -363,7 +369,7 @@ def graph(module: Any) -> ModuleGraph:
 
 
 def extent(shape: Any) -> tuple[int, int]:
-    """The elements and bytes of a shape; of a tuple, those of all parts."""
+    """The number of elements and of bytes of a shape; for a tuple, the sums over its parts."""
     if shape.element_type == _TUPLE:
         parts = [extent(part) for part in shape.tuple_shapes]
         return sum(e for e, _ in parts), sum(b for _, b in parts)
@@ -380,8 +386,9 @@ class Parameter:
 
 
 def check_interface(module: Any) -> None:
-    """Raise CompilerError for parameters that are tuples, and for a result with tuples inside a tuple (XLA's importer
-    flattens them, so callers would have to change); also for a damaged module."""
+    """Raise CompilerError for parameters that are tuples, for a result with tuples inside a tuple (XLA's importer
+    flattens these tuples, so callers would have to change), and for a damaged module.
+    """
     try:
         entry, _ = next(live(module))
         root = {i.id: i for i in entry.instructions}[entry.root_id]

@@ -1,16 +1,16 @@
-"""The HLO passes of jaxlib 0.10 for the CPU, and how to run one alone.
+"""The HLO passes of jaxlib 0.10 for the CPU, and how to run one pass alone.
 
-XLA has no call for one pass. But compile options choose which passes run, and a hook (`jax.extend.xla`) receives the
-module after all HLO passes and may end the compilation, before any code is generated. So a compilation with a single
-pass enabled runs that pass alone.
+XLA has no function that runs one pass. But compile options select the passes that run, and a hook (`jax.extend.xla`)
+receives the module after all HLO passes and may end the compilation, before any code is generated. So a compilation
+with a single pass enabled runs that pass alone.
 
-"One pass" means: a pass outside nested pipelines runs once at each of its positions in XLA's order (mostly one). A pass
-of the pipeline "simplification", which XLA repeats until nothing changes, runs to its own fixpoint (at most 25 times).
-After it, XLA's importer runs, as it does before the first pass of every compilation: it drops dead code, folds simple
-constants and removes unused loop variables and operands of sorts. Passes that then have nothing left to do are not
-listed: dce, tuple-simplifier, zero_sized_hlo_elimination, simplify-sorts, while-loop-constant-sinking,
-conditional-canonicalizer, dynamic-dimension-simplifier. `rng-expander` is not, because it changes the random numbers;
-layouts and fusion are not, because they depend on the target.
+"One pass" means: a pass outside nested pipelines runs once at each of its positions in XLA's order (mostly one). A
+pass of the pipeline "simplification", which XLA repeats until nothing changes, runs to its own fixpoint (at most 25
+times). After a single pass, XLA's importer runs, as it does before the first pass of every compilation: it drops dead
+code, folds simple constants and removes unused loop variables and operands of sorts. Passes that have nothing to do
+after the importer are not listed: dce, tuple-simplifier, zero_sized_hlo_elimination, simplify-sorts,
+while-loop-constant-sinking, conditional-canonicalizer, dynamic-dimension-simplifier. `rng-expander` is not listed,
+because it changes the random numbers; passes for layouts and fusion are not listed, because they depend on the target.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HloPass:
     does: str
     needs: tuple[str, ...] = ()
     """The pass has no effect on a module without live instructions of these kinds; empty: unknown."""
-    repeated: bool = False  # part of the pipeline "simplification", and runs to its fixpoint
+    repeated: bool = False  # the pass is part of the pipeline "simplification", and runs to its fixpoint
     unbatched: bool = False
     """The pass may abort if a gather or scatter has batch dimensions."""
     unusual: bool = False  # the pass has no effect on an ordinary module (see `hlo.is_ordinary`)

@@ -2,7 +2,7 @@
 
 The uses of each parameter of the entry are followed through the module. Integers that become indices, or that are
 compared with class numbers, are below the number of entries that they select from. Floats whose root or logarithm is
-taken are positive. Matrices are scaled, so that products of many stay near 1 and nothing saturates.
+taken are positive. Matrices are scaled, so that products of many matrices stay near 1 and no function saturates.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NARROW = {
     32: "f4e2m1fn",
     33: "f8e8m0fnu",
 }
-# The upper limit of integers that have no other.
+# The upper limit of integers for which the module implies no limit.
 _MOST = 64
 
 
@@ -73,7 +73,9 @@ class Floats(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Random inputs. `nudge`: a seed by which floats then change by one unit in the last place, up or down; 0: none."""
+    """Random inputs. `nudge`: the seed by which each drawn float is changed by one unit in the last place, up or down;
+    0: no change.
+    """
 
     seed: int
     floats: Floats = Floats.POSITIVE
@@ -82,7 +84,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Inputs from the caller. `pickled`: a pickled list of arrays; `nudge`: as for Draw."""
+    """Inputs from the caller. `pickled`: a pickled list of arrays. `nudge`: as for Draw."""
 
     pickled: bytes
     nudge: int = 0
@@ -165,7 +167,7 @@ def _is_float(dtype: np.dtype[Any]) -> bool:
 class Use:
     """How the module uses a parameter."""
 
-    bound: int | None = None  # integers are below it; None: the parameter is no index
+    bound: int | None = None  # integers must be below this; None: the parameter is no index
     positive: bool = False  # its root or logarithm is taken
 
 
@@ -227,7 +229,7 @@ _MOVES: dict[str, tuple[int, ...] | None] = {
 _INDEX_MOVES = {**_MOVES, "add": None, "maximum": None, "minimum": None}
 _ROOTS = frozenset({"sqrt", "rsqrt", "log"})
 
-_At: TypeAlias = tuple[int, tuple[int, ...]]  # an instruction's id, and the path in the tuple that it returns
+_At: TypeAlias = tuple[int, tuple[int, ...]]  # an instruction's id, and a path in the tuple that it returns
 
 
 @dataclass(slots=True)
@@ -259,7 +261,7 @@ class _Uses:
         for _, instructions in parts:
             for instruction in instructions:
                 for at, bound in self._indexing_operands(instruction):
-                    if bound > 1:  # with one entry, every index selects it
+                    if bound > 1:  # if there is one entry, every index selects it
                         for number in self._sources(at, indices=True):
                             bounds[number] = min(bound, bounds.get(number, bound))
                 if instruction.opcode in _ROOTS:
@@ -274,7 +276,7 @@ class _Uses:
         return self._found.get(number, Use())
 
     def _indexing_operands(self, instruction: Any) -> Iterator[tuple[int, int]]:
-        """The operands of an instruction that are indices, each with the number of entries that it selects from."""
+        """The operands of an instruction that are indices, each with the number of entries from which it selects."""
         operands = instruction.operand_ids
 
         def sizes(of: int) -> list[int]:
@@ -300,7 +302,9 @@ class _Uses:
                         yield one, count
 
     def _along(self, indices: int, indexing: Any, counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The parts of an operand with several index dimensions, which are adjacent in it."""
+        """The instructions whose elements become the indices `indices` (the operands of a concatenation, or `indices`
+        itself), each with the number of entries from which it selects.
+        """
         # Scatters have their own name for this field: scatter_dims_to_operand_dims.
         dimensions = list(indexing.start_index_map)
         instruction = self._by_id[indices]
@@ -314,7 +318,7 @@ class _Uses:
             yield indices, min((counts[d] for d in dimensions), default=1)
 
     def _counted(self, number: int) -> int | None:
-        """The length of an iota, possibly broadcast or reshaped; None if the instruction is none."""
+        """The length of an iota, possibly broadcast or reshaped; None if the instruction is no iota."""
         instruction = self._by_id[number]
         while instruction.opcode in ("broadcast", "reshape", "convert"):
             instruction = self._by_id[instruction.operand_ids[0]]
@@ -360,7 +364,7 @@ class _Uses:
         return [(o, path) for n, o in enumerate(operands) if moving is None or n in moving]
 
     def _before_call(self, parameter: Any, path: tuple[int, ...], indices: bool) -> list[_At]:
-        """The arguments of callers for a parameter of a function."""
+        """The arguments that callers of a function pass for one of its parameters."""
         number = parameter.parameter_number
         arguments: list[_At] = []
         for caller, index in self._callers[self._computation[parameter.id].id]:
@@ -375,8 +379,9 @@ class _Uses:
         return arguments
 
     def _weighted(self, instruction: Any) -> tuple[int, ...]:
-        """The operands that must be positive if the result has to be: terms of a sum, and tensors that a scalar
-        scales."""
+        """The operands that must be positive for the result to be positive: terms of a sum, and tensors that a scalar
+        scales.
+        """
         if instruction.opcode == "add":
             return (0, 1)
         scales = [self._is_scalar(o) for o in instruction.operand_ids]

@@ -1,14 +1,14 @@
 """Training episodes: an environment over `PassEnv` with a curriculum and shaped rewards, each of which can be switched
 off; and what all training runs share.
 
-- Masking (`AgentConfig.masking`): passes are masked that were observed to have no effect on the present module, or of
-  which the compiler knows that. Observations are forgotten at the end of the episode, because an agent has none of a
-  module that is new to it.
+- Masking (`AgentConfig.masking`): passes are masked if they were observed to have no effect on the present module,
+  or if the compiler knows that they have none. Observations are forgotten at the end of the episode, because an agent
+  has no observations of a module that is new to it.
 - Shaping: an order ends at its best prefix. So the reward of a step is the improvement over the best module of the
   episode, as a difference of logarithms, and a step that makes the module worse costs nothing. Without shaping, the
   reward is that of `PassEnv`, the change of the metric relative to the first module.
-- Curriculum: training begins with the smallest modules; the others join in the order of their size until the middle of
-  the training.
+- Curriculum: training begins with the smallest modules; larger modules join in the order of their size until the
+  middle of the training.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from xrlflow.passes.compiler import Compiler, Metric
 from xrlflow.passes.environment import Configuration, Observation, PassEnv, Problem
 from xrlflow.passes.play import narrowed, play
 
-# Receives the figures of a part of the training, and its number.
+# A function that receives the figures of a part of the training, and the number of this part.
 Progress = Callable[[Mapping[str, float], int], None]
-# The curriculum begins with this part of the modules, and includes all after this part of the training.
+# The curriculum begins with the first fraction of the modules, and includes all modules after the second fraction of
+# the training.
 _FIRST, _ALL = 0.25, 0.5
 _LEAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Teaching:
-    """What training adds to plain episodes (see the module's docstring), and the metric that is to be reduced."""
+    """The additions of training to plain episodes (see the module's docstring), and the metric that the agent
+    reduces."""
 
     shaping: bool = True
     curriculum: bool = True
@@ -48,7 +50,7 @@ class Trained:
     agent: Agent
     score: float  # mean logarithm of value / initial value over the training modules: lower is better
     iterations: int
-    steps: int  # of the environment
+    steps: int  # steps of the environment during training
     seconds: float
     interrupted: bool = False
     history: tuple[Mapping[str, float], ...] = field(default=(), repr=False)
@@ -60,7 +62,7 @@ class Trained:
 
 
 class Lessons:
-    """The environment for `collect`. `progress`: from 0 to 1, set by the training run."""
+    """The environment for `collect`. `progress`: the fraction of the training that is over, set by the training run."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class Lessons:
 
     @property
     def open(self) -> Sequence[Problem]:
-        """The modules from which episodes draw now."""
+        """The modules from which episodes draw at the present progress."""
         if not self.teaching.curriculum:
             return self.problems
         part = _FIRST + (1.0 - _FIRST) * min(1.0, self.progress / _ALL)
@@ -87,7 +89,7 @@ class Lessons:
 
     def reset(self, *, seed: int | None = None) -> tuple[Observation, dict[str, Any]]:
         problem = self.open[int(np.random.default_rng(seed).integers(len(self.open)))]
-        # A new environment has observed no passes without effect.
+        # A new environment has no observations of passes without effect.
         self._env = PassEnv(self.compiler, [problem], self.configuration)
         observation, information = self._env.reset(seed=seed)
         self._best = float(information["initial"])
@@ -108,9 +110,11 @@ class Lessons:
 
 
 def score(agent: Agent, compiler: Compiler, problems: Sequence[Problem], metric: Metric) -> float:
-    """The mean logarithm of value / initial value after an agent's likeliest orders: 0 without gain, lower is better.
+    """The mean over the modules of the logarithm of value / initial value after the agent's likeliest order: 0 without
+    gain, lower is better.
 
-    The results' outputs are not compared with the original's: agents are scored often, and checked where they are used.
+    The results' outputs are not compared with the original's: agents are scored often, and their results are compared
+    where agents are used.
     """
     orders = [play(agent, compiler, p.module, metric, compared=False) for p in problems]
     return math.fsum(math.log(max(1.0 - o.reduction, _LEAST)) for o in orders) / len(orders)

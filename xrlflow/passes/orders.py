@@ -52,7 +52,7 @@ class Search(Enum):
     EVOLUTION = "evolution"
     AGENT = "agent"  # orders drawn from an agent's policy
     GUIDED = "guided"  # tree search with an agent's policy
-    REFINED = "refined"  # evolution from an agent's order or a known sequence; it works without an agent, too
+    REFINED = "refined"  # evolution from an order of an agent, or from the sequence of the package
 
 
 WITHOUT_AGENT: dict[Search, Callable[..., Order]] = {
@@ -83,10 +83,10 @@ class SearchOutcome:
     default: float  # the metric after the compiler's own order, repeated to its fixpoint
     after: float  # the metric of the result
     compared: Comparison  # the outputs of the result with those of the original
-    is_default: bool  # no better order was found than the compiler's own, whose result this is
+    is_default: bool  # no order was better than the compiler's own, so this is the result of that order
     seconds: float
     refused: tuple[str, ...] = ()
-    """Steps, or the compiler's own order, that change what the module computes: a line for each."""
+    """A line for each step (or for the compiler's own order) that would change what the module computes."""
     interrupted: bool = False  # Ctrl-C ended the search, and this is the best result until then
 
     def save(self, path: Source) -> None:
@@ -152,8 +152,9 @@ def _name(source: Source | files.StandardInput) -> str:
 
 
 def _comparable(compiler: Compiler, source: Source | files.StandardInput) -> Module:
-    """The module in a file. Raises CompilerError, with the file's name, if its results cannot be compared, so that a
-    search would be useless: it does not run here, or two runs of it differ."""
+    """The module in a file. Raises CompilerError, with the file's name, if a search would be useless because results
+    cannot be compared: the module does not run on this machine, or two runs of it differ.
+    """
     module, name = read(compiler, source), _name(source)
     try:
         comparison = compiler.compare(module, module)
@@ -206,10 +207,12 @@ def _fixed_sequence(compiler: Compiler) -> tuple[str, ...]:
 def search_and_agent(
     search: Search | None, agent: Source | None, compiler: Compiler
 ) -> tuple[Search, Agent | None]:
-    """The search and the agent to use with a compiler. By default that is REFINED, with the agent of the package if
-    that fits the compiler and the extra for agents is installed; EVOLUTION if there is neither agent nor sequence.
+    """The search and the agent to use with a compiler. The default search is REFINED, with the agent of the package if
+    this agent fits the compiler and the extra for agents is installed; it is EVOLUTION if there is neither an agent
+    nor a sequence.
 
-    Raises OrderError if the extra that the search needs is missing, CheckpointError for the file of an agent.
+    Raises OrderError if the extra that the search needs is missing, and CheckpointError for an invalid file of an
+    agent.
     """
     if agent is not None:
         return search or Search.REFINED, load_agent(agent)
@@ -241,10 +244,10 @@ def optimize(
 
     - `search`: the strategy (see `search_and_agent`). `agent`: the file of an agent. `metric`: the figure to reduce.
     - `steps`: passes that the compiler may run. `horizon`: the longest order. `time_limit`: seconds for the search.
-    - `workers`: processes that run passes. `compiler`: another one than XLA's.
+    - `workers`: processes that run passes. `compiler`: a compiler instead of XLA's.
 
-    Raises CompilerError for a module that cannot be read or run, OrderError for options, CheckpointError for an agent's
-    file, and OutputsDiffer if the result does not compute the same.
+    Raises CompilerError for a module that cannot be read or run, OrderError for options, CheckpointError for an
+    agent's file, and OutputsDiffer if the result does not compute the same.
     """
     _check_seed(seed)
     begin = time.monotonic()
@@ -274,8 +277,9 @@ def optimize(
 def _values(
     compiler: Compiler, metric: Metric, module: Module, default: Module, order: Order
 ) -> tuple[float, float, float]:
-    """The metric of the module, after the default order, and after the order of the search. If it is measured, it is
-    measured again, because the minimum of the search's measurements is biased."""
+    """Three values of the metric: of the original module, after the default order, and after the order of the search.
+    A measured metric is measured again, because the minimum of the search's measurements is biased.
+    """
     modules = (module, default, order.module)
     if metric is not Metric.SECONDS:
         before, usual, after = (m.summary.of(metric) for m in modules)
@@ -287,7 +291,9 @@ def _values(
 def _checked(
     compiler: Compiler, original: Module, result: Module, passes: Sequence[str], seed: int
 ) -> Comparison:
-    """The comparison of the outputs. Raises OutputsDiffer, with the pass to blame if one is found."""
+    """The comparison of the outputs. Raises OutputsDiffer, which names the pass that changed the outputs, if there is
+    one.
+    """
     comparison = compiler.compare(original, result, seed)
     if comparison.equal:
         return comparison
@@ -355,12 +361,12 @@ def train(
     quiet: bool = True,
     compiler: Compiler | None = None,
 ) -> Trained:
-    """Train an agent by PPO on modules, and write it to `output` whenever its evaluation is better than before. A run
-    that was stopped continues, unless `restart` is set.
+    """Train an agent by PPO on modules, and write it to `output` whenever its evaluation is better than before. If an
+    earlier run was stopped, it continues, unless `restart` is set.
 
-    `graph`: the agent sees the graph of instructions. `plain`: without masking, shaping and curriculum. `log`: a folder
-    for TensorBoard. Unless `quiet`, standard error shows the progress.
-    Raises CompilerError, CheckpointError, and OrderError if a loss is not finite.
+    `graph`: the agent sees the graph of instructions. `plain`: without masking, shaping and curriculum. `log`: a
+    folder for TensorBoard. Unless `quiet`, standard error shows the progress. Raises CompilerError, CheckpointError,
+    and OrderError if a loss is not finite.
     """
     _check_seed(seed)
     _need_training()
@@ -418,8 +424,9 @@ def _logs(folder: Source | None, iterations: int, done: int, quiet: bool) -> Log
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one search on one module. `steps`, `seconds`: those that it took. `refused`: see
-    `SearchOutcome`."""
+    """The result of one search on one module. `steps`, `seconds`: how many the search took. `refused`: see
+    `SearchOutcome`.
+    """
 
     search: str
     operations: int
@@ -437,11 +444,11 @@ class Table:
 
     before: int
     default: int
-    default_equal: bool  # whether the module after the compiler's own order computes the same
+    default_equal: bool  # whether the module after the compiler's own order computes the same as the original
     rows: tuple[Row, ...]
     time: tuple[float, float, float]
     """Median time after the default order divided by that after the best order, with its 95% interval."""
-    control: tuple[float, float, float]  # the same for the default order against itself
+    control: tuple[float, float, float]  # the same ratio for the default order against itself
 
 
 def bench(
@@ -463,7 +470,7 @@ def bench(
     with _compiler(compiler, workers) as used:
         module = _comparable(used, source)
         loaded = None
-        for search in searches:  # those that need an agent share one
+        for search in searches:  # the searches that need an agent share one agent
             loaded = search_and_agent(search, agent, used)[1] or loaded
         default = used.default(module)
         default_equal = used.compare(module, default, seed).equal
@@ -488,8 +495,9 @@ Ratio = tuple[float, float, float]
 
 
 def timed(compiler: Compiler, default: Module, best: Module, pairs: int = _PAIRS) -> tuple[Ratio, Ratio]:
-    """The time after the default order divided by that after the best order, in pairs of runs, and A/A: the default
-    against itself. Each is a ratio with its 95% interval; above 1, the best order is faster."""
+    """Two ratios with their 95% intervals, from pairs of runs: the time after the default order divided by the time
+    after the best order (above 1, the best order is faster), and A/A, the default order against itself.
+    """
     # The default module is passed twice, so that all three are interleaved.
     first, other, again = compiler.seconds([default, best, default], pairs)
     return _ratio(first, other), _ratio(first, again)

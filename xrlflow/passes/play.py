@@ -1,4 +1,4 @@
-"""How an agent optimises a module: by one order, or by a search with its policy."""
+"""Optimises a module with an agent: by one order of the agent, or by a search with its policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xrlflow.storage.checkpoint import CheckpointError
 
 # A function from an observation to an action.
 _Choose = Callable[[Observation], int]
-_IDLE = 200  # a search ends after so many episodes in a row that ran no new pass
+_IDLE = 200  # a search ends after this many episodes in a row that ran no new pass
 
 
 @one_thread()
@@ -52,7 +52,8 @@ def sample(
 ) -> Order:
     """The likeliest order first, then orders that are drawn from the policy, until the budget is used up.
 
-    Passes known to have no effect on a module are not drawn there, however the agent was trained.
+    A pass that is known to have no effect on a module is not drawn for it, even if the agent was trained without
+    masking.
     """
     agent.check(compiler)
     explorer = Explorer(compiler, module, budget, metric)
@@ -123,7 +124,9 @@ def _policy(agent: Agent, meter: Meter, module: Module) -> Callable[[Node], Mapp
     env = _environment(agent, meter, module)
 
     def priors(node: Node) -> Mapping[str, float]:
-        """The policy at a node. The passes that led to the node are cached, so replaying them costs no steps."""
+        """The policy at a node. The results of the passes that led to the node are cached, so replaying these passes
+        costs no steps.
+        """
         observation, _ = env.reset(seed=0)
         for name in node.passes[: agent.config.horizon - 1]:
             observation = env.step(agent.passes.index(name))[0]
@@ -167,7 +170,9 @@ def _decided(agent: Agent, observation: Observation) -> SegmentCategorical:
 
 
 def _check_finite(numbers: torch.Tensor) -> None:
-    """Raise CheckpointError if an agent's scores are not finite, which happens with damaged weights that are finite."""
+    """Raise CheckpointError if an agent's scores are not finite, which also finite weights can cause if a file is
+    damaged.
+    """
     if not bool(numbers.isfinite().all()):
         raise CheckpointError("the agent gives scores that are not finite: its weights are damaged")
 

@@ -1,4 +1,5 @@
-"""Worker processes that may crash. The reply to a request whose worker dies is the reason; another worker is started.
+"""Worker processes that may crash. If a worker dies, the reply to its request is the reason, and another worker
+starts.
 
 Workers start on first use. The requests of a batch are distributed over all of them.
 """
@@ -29,8 +30,8 @@ class Died:
 class Pool:
     """Workers whose handlers reply to requests (see `worker.Xla`).
 
-    `seconds`: the time limit of a request. `variables`: for the workers' environment. A worker is replaced after `uses`
-    requests, because XLA keeps memory.
+    `seconds`: the time limit of a request. `variables`: environment variables of the workers. A worker is replaced
+    after `uses` requests, because XLA keeps memory.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Pool:
         return self.ask_each([request])[0]
 
     def ask_each(self, requests: Sequence[Any]) -> list[Any]:
-        """The replies to several requests, in their order. For a request that crashed its worker, it is `Died`.
+        """The replies to several requests, in their order. The reply to a request that crashed its worker is `Died`.
 
         Raises CompilerError if no worker starts.
         """

@@ -34,8 +34,8 @@ KIND = "training of a passes agent"
 
 
 def _ppo() -> PPOConfig:
-    # An episode that reduces operations by 20% returns 0.2; the scale makes it 2. Gains are discounted, so that a pass
-    # without effect has a price. Episodes are expensive, so each is used for several updates.
+    # An episode that reduces operations by 20% returns 0.2; the scale turns this into 2. Gains are discounted, so that
+    # a pass without effect lowers the return. Episodes are expensive, so each is used for several updates.
     return PPOConfig(
         learning_rate=2e-3, gamma=0.9, epochs=10, target_kl=0.08, reward_scale=10.0, value_weight=0.5
     )
@@ -43,10 +43,11 @@ def _ppo() -> PPOConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Options of a training run: `iterations` of at least `steps` steps each, in episodes over `environments`.
+    """Options of a training run: it has `iterations` of at least `steps` steps each, played in `environments`
+    environments.
 
-    A run that is continued may change only `iterations` and `evaluate_every`.
-    `evaluate_every`: iterations after which the agent plays all modules, and is kept if it is better than before.
+    A run that is continued may change only `iterations` and `evaluate_every`. `evaluate_every`: after this many
+    iterations the agent plays all modules, and is written to its file if it is better than before.
     """
 
     iterations: int = 100
@@ -95,9 +96,8 @@ def train(
     The run ends after all iterations, at `deadline` (time.monotonic) or at Ctrl-C, with the best agent so far. After
     each iteration its state is written to `state_path(output)`, and a later run continues from it, unless `restart` is
     set. `log(done)` creates the logs, given the number of finished iterations. The compiler should have a cache, since
-    episodes repeat themselves.
-    Raises CheckpointError if `start` is for other passes, the state is of another run or `output` cannot be written,
-    TrainingError if a loss is not finite.
+    episodes repeat the same passes on the same modules. Raises CheckpointError if `start` is for other passes, if the
+    state is of another run, or if `output` cannot be written, and TrainingError if a loss is not finite.
     """
     run = _Run(compiler, problems, config, output, start)
     if not restart:
@@ -148,7 +148,7 @@ class _Run:
         self._unsaved = False
 
     def iterate(self) -> dict[str, float]:
-        """Collect episodes, learn from them, and evaluate the agent if it is time."""
+        """Collect episodes, learn from them, and evaluate the agent every `evaluate_every` iterations."""
         config, begin = self.config, time.perf_counter()
         progress = self.iteration / config.iterations
         for lesson in self.lessons:
@@ -169,8 +169,9 @@ class _Run:
         return scalars
 
     def save(self) -> None:
-        """Write the state, and then the best agent if it is new. If the program is killed in between, the continued run
-        writes the agent."""
+        """Write the state, and after it the best agent if it is new. If the program is killed between the two, the
+        continued run writes the agent.
+        """
         if self.output is None:
             return
         save_checkpoint(self.to_checkpoint(), state_path(self.output))

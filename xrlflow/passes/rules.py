@@ -1,8 +1,8 @@
 """A compiler of ONNX graphs: a pass applies the rewrite rules of one family.
 
-A pass repeatedly applies, of all matches of its family that do not increase the modelled cost, the one with the largest
-gain, until there is none, or as many rules were applied as the graph had nodes. `operations` counts nodes, without the
-bodies of control flow; bytes and flops are those of `ops.work`.
+A pass repeatedly applies the match with the largest gain among all matches of its family that do not increase the
+modelled cost. It ends when there is no such match, or when it has applied as many rules as the graph had nodes at
+first. `operations` counts nodes, without the bodies of control flow; bytes and flops are those of `ops.work`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xrlflow.verify.inputs import InputPlan
 from xrlflow.verify.runner import opened
 
 _ROUNDS = 20  # limit on the repetitions of the default order
-_GRAPHS = 256  # how many modules are kept in memory as graphs
+_GRAPHS = 256  # how many modules stay in memory as graphs
 
 
 class RuleCompiler:
@@ -138,7 +138,7 @@ class RuleCompiler:
                 break
             match = min(fitting, key=lambda m: (m.delta, m.key))
             edit, delta = state.priced(match)
-            if delta > 0.0:  # earlier edits nearby have changed the gain
+            if delta > 0.0:  # earlier edits of neighbouring nodes have changed the gain
                 break
             state = state.apply(match, edit)
             if state.fingerprint in visited:
@@ -173,8 +173,9 @@ class RuleCompiler:
 
 
 def _interface(imported: ImportedModel) -> bytes:
-    """The parts of a model that a graph's fingerprint lacks: names and types of inputs and outputs, in order, and
-    functions."""
+    """The parts of a model that a graph's fingerprint does not cover: names and types of inputs and outputs, in order,
+    and functions.
+    """
     frame = imported.frame
     parts = (*frame.graph.input, *frame.graph.output, *frame.functions)
     return repr([part.SerializeToString(deterministic=True) for part in parts]).encode()

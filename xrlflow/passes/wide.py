@@ -1,7 +1,8 @@
 """Converts a module to float64: floats of 16 and 32 bits become float64, complex64 becomes complex128.
 
-It shows what a module computes in real numbers, nearly without rounding. So two modules that compute the same agree in
-float64 even where float32 loses all digits of a result: a gradient that is 0 up to rounding, divided by its own root.
+The converted module shows what the module computes in real numbers, nearly without rounding. So two modules that
+compute the same agree in float64 even where float32 loses all digits of a result: a gradient that is 0 up to rounding,
+divided by its own root.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from xrlflow.passes.compiler import CompilerError
 # Numbers of `PrimitiveType`.
 _F16, _F32, _F64, _C64, _TUPLE, _BF16, _C128 = 10, 11, 12, 15, 13, 16, 18
 _WIDER = {_F16: _F64, _F32: _F64, _BF16: _F64, _C64: _C128}
-_EXACT = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 9, _F64, _C128, _TUPLE, 17})  # truth values, integers, tokens
+_EXACT = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 9, _F64, _C128, _TUPLE, 17})  # booleans, integers, tokens
 # Instructions whose result depends on the width of the type, or on something outside the module.
 _REFUSED = frozenset({"infeed", "outfeed", "recv", "rng", "send", "stochastic-convert"})
-# The distance from 1 to the next number.
+# For each type, the distance from 1 to the next larger number.
 _UNITS = {_F16: 2.0**-10, _F32: 2.0**-23, _C64: 2.0**-23, _BF16: 2.0**-7}
 
 
 def widened(data: bytes, nudge: int = 0) -> bytes:
-    """A serialized HloModuleProto in float64. `nudge`: a seed by which constants (except powers of two) change by one
-    unit of their own type in the last place, up or down; 0: none.
+    """A serialized HloModuleProto in float64. `nudge`: the seed by which constants (except powers of two) are changed
+    by one unit of their own type in the last place, up or down; 0: no change.
 
     Raises CompilerError if the module has instructions that compute something else in float64.
     """
@@ -57,7 +58,7 @@ def _program(program: Any) -> None:
 
 
 def _shape(shape: Any) -> None:
-    """Raise CompilerError for floats of 8 bits and less: with these, rounding is part of what the module computes."""
+    """Raise CompilerError for floats of 8 bits and less: a module with these relies on their rounding."""
     if shape.element_type in _WIDER:
         shape.element_type = _WIDER[shape.element_type]
     elif shape.element_type not in _EXACT:
@@ -74,13 +75,15 @@ def _has_floats(shape: Any) -> bool:
 class _Computation:
     """A computation that is converted."""
 
-    shapes: dict[int, Any]  # of its instructions, before the conversion
-    floats: set[int]  # instructions with floats that become wider
+    shapes: dict[int, Any]  # shapes of the instructions before the conversion, by id
+    floats: set[int]  # ids of the instructions whose floats become wider
     free: int  # ids from here on are unused
     generator: np.random.Generator | None
 
     def widened(self, instruction: Any) -> list[Any]:
-        """An instruction in float64, with conversions around it if it accesses the bits of a float."""
+        """The instructions that replace one: it in float64, with conversions around it if it accesses the bits of a
+        float.
+        """
         if instruction.opcode in _REFUSED:
             raise CompilerError(f"{instruction.opcode} {instruction.name} is something else in float64")
         if instruction.opcode == "custom-call" and self.floats & {instruction.id, *instruction.operand_ids}:
@@ -95,8 +98,9 @@ class _Computation:
         return [instruction]
 
     def _bits(self, instruction: Any) -> list[Any]:
-        """An instruction on the bits of the narrow type: its operand is narrowed before, or its result widened
-        after."""
+        """An instruction that works on the bits of the narrow type: its operand is narrowed before it, or its result
+        is widened after it.
+        """
         instructions = [instruction]
         if instruction.operand_ids[0] in self.floats:
             narrow = self._conversion(instruction, self.shapes[instruction.operand_ids[0]])
@@ -106,7 +110,7 @@ class _Computation:
         if instruction.id in self.floats:
             wide = self._conversion(instruction, instruction.shape)
             _shape(wide.shape)
-            # Readers of the instruction read this one instead.
+            # The two exchange their ids, so that readers of the instruction read the widened result.
             wide.id, instruction.id = instruction.id, wide.id
             wide.operand_ids.append(instruction.id)
             instructions.append(wide)

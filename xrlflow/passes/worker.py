@@ -1,6 +1,6 @@
-"""The process that runs XLA for `XlaCompiler`. A pass may crash it: then the pool starts another one.
+"""The process that runs XLA for `XlaCompiler`. If a pass crashes this process, the pool starts another one.
 
-It loads jaxlib alone, not jax. Its handler replies to one request after the other.
+It loads jaxlib alone, not jax. Its handler replies to one request at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Load:
 class Transform:
     """Run the passes that these options enable on the module with this digest.
 
-    `unbatched`: refuse a module in which a gather or scatter has batch dimensions. Reply: Loaded; None: nothing
+    `unbatched`: refuse a module in which a gather or scatter has batch dimensions. Reply: Loaded, or None if nothing
     changed.
     """
 
@@ -60,16 +60,16 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """Run modules in float64. `nudge`: a seed by which constants change; 0: they do not."""
+    """Run modules in float64. `nudge`: the seed by which constants are changed; 0: no change."""
 
     nudge: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Run modules of one interface: on each of `inputs` for their outputs, and `repetitions` more times on the first
-    one, interleaved, for their seconds. Inputs are drawn to suit the module `like`. `quick`: compile with little
-    effort. `wide`: run in float64 (see `wide`). Reply: Executed.
+    """Run modules with equal interfaces: once on each of `inputs`, for their outputs, and `repetitions` more times on
+    the first of `inputs`, in alternation, for their seconds. Inputs are drawn to suit the module `like`. `quick`:
+    compile with little effort. `wide`: run in float64 (see `wide`). Reply: Executed.
     """
 
     like: bytes
@@ -97,15 +97,18 @@ class Executed:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """XLA, or this package, refuses a request. `error`: one line. `lasting`: a repetition would be refused, too."""
+    """XLA, or this package, refuses a request. `error`: one line. `lasting`: whether a repetition of the request would
+    be refused, too.
+    """
 
     error: str
     lasting: bool = True
 
 
-_RECENT = 64  # modules of which a worker remembers two representations
-_PROGRAMS = 8  # compiled programs that are kept for comparisons
-# Compiling a training step of a small GPT-2 takes 0.5 s of CPU time with these, and 2.6 s without.
+_RECENT = 64  # the number of modules of which a worker remembers two representations
+_PROGRAMS = 8  # the number of compiled programs that stay in memory for comparisons
+# Options of a quick compilation. Compiling a training step of a small GPT-2 takes 0.5 s of CPU time with them, and 2.6
+# s without.
 _QUICK: Options = (
     ("xla_backend_optimization_level", 0),
     ("xla_llvm_disable_expensive_passes", True),
@@ -122,7 +125,7 @@ _STABLEHLO_DEVICES = re.compile(r"\bmhlo\.(num_replicas|num_partitions) = (\d+)"
 
 
 def _for_one_device(settings: Sequence[tuple[str, str]]) -> None:
-    """Raise CompilerError for a module of several devices: XLA would ignore that, and compute something else."""
+    """Raise CompilerError for a module of several devices: XLA would ignore the devices, and compute something else."""
     for name, count in settings:
         if int(count) > 1:
             raise CompilerError(f"the module is for several devices ({name} {count}); only one is supported")
@@ -140,8 +143,8 @@ class Xla:
         self._taken: list[bytes] = []
         self._taking = False
         _xla.register_xla_transform("xrlflow", 0, self._take)
-        # By the digest of a module: its StableHLO, and the module after a pass without effect (which saves most
-        # computations of digests). Searches return to modules.
+        # Two caches by the digest of a module, because searches return to modules: its StableHLO, and the module after
+        # a pass without effect (which saves most computations of digests).
         self._converted = _Recent()
         self._idle = _Recent()
         # The programs compiled last for comparisons, by module: results are compared more than once.
@@ -159,12 +162,12 @@ class Xla:
         return options
 
     def passes(self, stablehlo: bytes, enabled: Options) -> bytes:
-        """The HLO module after these passes. Raises CompilerError if XLA fails before their end."""
+        """The HLO module after these passes. Raises CompilerError if XLA fails before the passes have ended."""
         self._taken.clear()
         self._taking = True
         try:
             self.client.compile_and_load(stablehlo, self.devices, self.options(enabled))
-        except Exception as error:  # jaxlib's own error type: the hook's error, or that of a pass
+        except Exception as error:  # jaxlib's own error type: the hook's error, or the error of a pass
             if not self._taken:
                 raise CompilerError(_first_line(error)) from error
         finally:
@@ -236,7 +239,8 @@ class Xla:
         else:
             hlo.check_interface(hlo.parse(source))
             data = source
-        # Twice: some calls and tuples of jax's own modules go away only in the second import.
+        # The importer runs twice: some calls and tuples of modules that jax writes disappear only in the second
+        # import.
         return self.landed(self.landed(data).data)
 
     def attributes(self, source: str | bytes) -> str:
@@ -273,7 +277,7 @@ class Xla:
             return None
         if idle is None:
             module = hlo.parse(after)
-            # Comparing the numbers of instructions is quicker than a digest.
+            # Comparing the numbers of instructions is quicker than computing a digest.
             if (
                 hlo.sizes(module) == hlo.sizes(hlo.parse(request.data))
                 and hlo.digest(module) == request.digest
@@ -375,7 +379,7 @@ class Xla:
 
 
 class _Recent:
-    """A cache of bytes by key, with the entries that were used last."""
+    """A cache of bytes by key. It keeps the entries that were used last."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[str, bytes] = OrderedDict()

@@ -1,8 +1,9 @@
-"""XLA's HLO passes on the CPU, one at a time, in worker processes (`hlo_passes` lists them and says what one pass is).
+"""XLA's HLO passes on the CPU, one at a time, in worker processes (`hlo_passes` lists the passes and defines what one
+pass is).
 
 A module is a serialized HloModuleProto after XLA's importer: what the next pass, and finally XLA's compiler, will see.
-This process does not load jaxlib; workers do, because some passes abort if other ones have not run before. Such a pass
-counts as failed, and the module stays as it was.
+This process does not load jaxlib; workers do, because some passes abort the process if certain other passes have not
+run before. Such a pass counts as failed, and the module stays as it was.
 
 `operations` counts the live instructions of all computations that are used, without parameters, constants, tuples and
 their elements (see `hlo.counts`). Bytes and flops are those of XLA's cost analysis.
@@ -50,16 +51,18 @@ if TYPE_CHECKING:
 Outputs: TypeAlias = tuple[tuple[Array, ...], ...]
 _Draws: TypeAlias = tuple[Inputs, ...]
 
-# Incremented when a pass gives another module, or other figures, than before. The cache then ignores earlier results.
+# A version number, incremented when a change of the code makes a pass give another module, or other figures, than
+# before. The cache then ignores earlier results.
 _SEMANTICS = 3
 # The inputs of a comparison: running them takes little time compared with compiling the modules.
 _IDLE = 50_000  # modules whose passes without effect are remembered
 _DRAWS = (Floats.NORMAL, Floats.NORMAL, Floats.POSITIVE, *(3 * (Floats.SPARSE,)))
-# How often the movement of outputs is observed. With changed constants, each time needs a compilation.
+# How often the movement of outputs is observed: with changed inputs, and in float64 with changed constants as well,
+# where each observation needs a compilation.
 _NUDGES, _WIDE_NUDGES = 16, 4
 _RANDOM = frozenset({"rng", "rng-get-and-update-state"})
 _TALKING = frozenset({"infeed", "outfeed", "recv", "recv-done", "send", "send-done"})
-_REFERENCES = 24  # how many modules' outputs are kept
+_REFERENCES = 24  # the number of modules whose outputs stay in memory
 _ROUNDS = 20  # limit on the repetitions of the default order
 
 
@@ -69,7 +72,7 @@ class XlaOptions:
 
     workers: int = field(default_factory=default_threads)  # processes that run passes
     seconds: float = 60.0  # the time limit of a pass
-    remember: int = 1 << 27  # bytes of modules kept in memory
+    remember: int = 1 << 27  # bytes of modules that stay in memory
 
 
 class _NotWide(Exception):
@@ -79,8 +82,8 @@ class _NotWide(Exception):
 class XlaCompiler:
     """The HLO passes of the installed jaxlib as a `Compiler`. Use it in a `with` statement, or close it.
 
-    `cache`: keeps results between programs; None: there is no cache. `passes`: the names of its passes, by default all.
-    Raises CompilerError if jax is missing, or a pass does not exist.
+    `cache`: stores results between runs of programs; None: no cache. `passes`: the names of the compiler's passes, by
+    default all. Raises CompilerError if jax is missing, or a pass does not exist.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class XlaCompiler:
     ) -> None:
         self.options = options if options is not None else XlaOptions()
         self._name = f"xla {_version()} v{_SEMANTICS}"
-        # The effect of some passes depends on the processor.
+        # The key names the processor, because the effect of some passes depends on it.
         self._key = f"{self._name}, {cpu_name()}"
         self._cache = cache
         self._known = {p.name: p for p in hlo_passes.PASSES}
@@ -107,7 +110,7 @@ class XlaCompiler:
                 "JAX_PLATFORMS": "cpu",
                 "JAX_ENABLE_X64": "1",
                 "TF_CPP_MIN_LOG_LEVEL": "2",
-                "XLA_FLAGS": "",  # the user's flags would change what passes do
+                "XLA_FLAGS": "",  # the user's flags would change the effects of passes
             },
         )
         self._modules: OrderedDict[str, Module] = OrderedDict()
@@ -116,7 +119,7 @@ class XlaCompiler:
         self._references: OrderedDict[tuple[str, _Draws, Wide | None], Outputs] = OrderedDict()
         self._comparisons: dict[tuple[str, str, bytes], Comparison] = {}
         self.steps = 0
-        """The number of passes that workers ran, without those from the cache."""
+        """The number of passes that workers ran, without passes whose results came from the cache."""
 
     @property
     def name(self) -> str:
@@ -181,8 +184,9 @@ class XlaCompiler:
         return idle
 
     def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
-        """The module after XLA's own pipelines up to the assignment of layouts, with these passes only, repeated until
-        the number of operations stays the same (at most 20 times)."""
+        """The module after XLA's own pipelines up to the assignment of layouts, with only the passes of this compiler
+        (or `names`), repeated until the number of operations stays the same (at most 20 times).
+        """
         for name in names or ():
             self._check(name)
         options = default_order(self._passes if names is None else names)
@@ -194,12 +198,14 @@ class XlaCompiler:
         return module
 
     def default_once(self, module: Module) -> Module:
-        """The module after XLA's own pipelines with these passes only, once, as a compilation runs them."""
+        """The module after XLA's own pipelines, with only the passes of this compiler, run once as in a compilation."""
         return self._ordered(module, default_order(self._passes)) or module
 
     def whole(self, module: Module) -> Summary:
-        """Figures after all of XLA's passes, with layouts and fusion. They are not comparable with those of `default`:
-        an instruction that is fused with several readers is computed, and counted, once for each."""
+        """Figures of the module after all of XLA's passes, with layouts and fusion. They are not comparable with the
+        figures after `default`: an instruction that is fused with several readers is computed, and counted, once for
+        each.
+        """
         summary: Summary = self._answer(Whole(module.data))
         return summary
 
@@ -240,8 +246,9 @@ class XlaCompiler:
         return replace(first, note=second.note, worst=max(first.worst, second.worst))
 
     def _moved(self, reference: Module, draws: _Draws, wide: bool) -> list[Outputs]:
-        """The outputs of a reference with inputs that change by one unit in the last place, several times; in float64
-        with constants that change, too."""
+        """The outputs of a reference, several times, each with inputs changed by one unit in the last place (in
+        float64 with changed constants, too).
+        """
 
         def moved(nudge: int) -> _Draws:
             return tuple(replace(d, nudge=nudge) for d in draws)
@@ -254,7 +261,7 @@ class XlaCompiler:
         return [outputs[n : n + len(draws)] for n in range(0, len(outputs), len(draws))]
 
     def _expected(self, reference: Module, draws: _Draws, wide: Wide | None = None) -> Outputs:
-        """The outputs of a reference on each draw. Those of the latest references are kept."""
+        """The outputs of a reference on each draw. The outputs of the latest references stay in memory."""
         key = reference.digest, draws, wide
         outputs = self._references.get(key)
         if outputs is None:
@@ -277,7 +284,7 @@ class XlaCompiler:
     def _check_room(self, module: Module, times: int) -> None:
         """Raise CompilerError if inputs and outputs need more memory than is free. (A system that overcommits memory
         would kill the program later.)"""
-        # They exist three times: in a worker, in transfer, and here.
+        # Inputs and outputs exist three times: in a worker, in transfer, and in this process.
         needed = 3 * times * hlo.interface_bytes(hlo.parse(module.data))
         if needed > available_memory():
             self._references.clear()
@@ -291,7 +298,7 @@ class XlaCompiler:
     ) -> list[tuple[float, ...]]:
         """Seconds of the modules compiled with XLA's default options, which run all of XLA's passes.
 
-        The first run of each, which gives its outputs, does not count.
+        The first run of each module, which gives its outputs, does not count.
         """
         _check_alone(modules[0])
         executed: Executed = self._answer(

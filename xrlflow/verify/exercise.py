@@ -152,7 +152,7 @@ class Runs:
             for own in weights_by_model:
                 for number, weight in own[slot.name].items():
                     alone = any(number not in others[slot.name] for others in weights_by_model)
-                    # A mark of weight 1 that also concerns other dimensions says little about a batch dimension.
+                    # A fixed part of a shape (weight 1) that both models mention says little about a batch beside it.
                     if alone or weight > 1 or slot.role is not Role.BATCH:
                         weight_so_far = numbers[slot.name].get(number, 0)
                         numbers[slot.name][number] = max(weight_so_far, _ALONE * weight if alone else weight)

@@ -4,8 +4,8 @@ A difference in one element is accepted if one of two proofs exists:
 
 - By value: the integer comes from ArgMax, ArgMin, TopK or a Cast of floats. The floats are evaluated in float64, and
   the other integer is an equally good choice if each float is off by at most 8 times its own noise, the distance by
-  which rounding moves that element. Floats that are never rounded have no noise: of equal ones, ONNX says which is
-  Floats that are never rounded have no noise: ONNX
+  which rounding moves that element. Floats that are never rounded have no noise: ONNX defines which of
+  equal floats is first.
 - By the original: at another optimisation level, or with its inputs replaced by neighbouring floats, it gives the same
   integer as the new model.
 

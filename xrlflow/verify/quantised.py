@@ -8,10 +8,10 @@ exact evaluation (in integers and float64).
 - Meaning: the new model's tensors, evaluated exactly, are rounded from the same numbers as the original's, within TIE
   of a step. This needs no runtime. A part of the same operators on the same inputs is not evaluated.
 - Runtime: what ONNX Runtime computes for each part of the new model, at the user's optimisation level, is a rounding of
-  a number within TIE of the exact one. Else it must equal what ONNX Runtime computes for the original's part, at that
   a number within TIE of the exact number. If not, it must equal what ONNX Runtime computes for the original's part, at
-- Whole models: if their outputs differ, the parts must explain it: each of the new model's own quantised tensors is
-  Whole models: if their outputs differ, the parts must explain the difference: each quantised tensor that only the new
+  that level or without optimisations: where the runtime deviates from the original's meaning, the new model may.
+- Whole models: if their outputs differ, the parts must explain the difference: each quantised tensor that only the new
+  model has must be what its part computes, or means, from the tensors before it.
 
 Where a part has long sums of floats, TIE is too small. If a tensor exceeds TIE, its elements get a wider window: 8
 times the distance by which rounding to the declared types moves the numbers around the element, in our evaluation. The

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 PRETRAINED = Path(__file__).with_name("agent.safetensors")
-"""The file of an agent."""
+"""The file of the package's agent."""
 SEQUENCE = (
     "algsimp", "cse", "reshape-mover", "call-inliner", "constant_folding", "algsimp", "reshape-mover",
     "transpose-folding", "cse",
 )  # fmt: skip
-"""The best fixed sequence over the modules that the agent was trained on."""
+"""The fixed sequence that is best over all modules on which the agent was trained."""

@@ -1,4 +1,6 @@
-"""The compiler's own order without the passes that do not reduce the metric: a control without a search for orders."""
+"""The compiler's own order without the passes that do not reduce the metric. It shows what is possible without a
+search for orders.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ def reducing(
     """The passes of the compiler's own order that reduce the metric of these modules.
 
     From the first to the last, a pass is dropped if the remaining ones, in the compiler's own order repeated to its
-    fixpoint, reduce the metric as much without it (by the geometric mean over the modules). That is repeated until no
-    pass is dropped. `say` receives a line for each dropped pass. Raises CompilerError if the whole order fails.
+    fixpoint, reduce the metric as much without it (by the geometric mean over the modules). This procedure is repeated
+    until no pass is dropped. `say` receives a line for each dropped pass. Raises CompilerError if the whole order
+    fails.
     """
 
     def value_of(names: Sequence[str]) -> float:

@@ -1,7 +1,7 @@
 """Searches for whole sequences: evolution on one module, and the best fixed sequence for several modules.
 
-The meter remembers the passes of earlier sequences. So a sequence that is changed at one position costs only the passes
-after this position.
+The meter remembers the results of passes in earlier sequences. So a sequence that differs at one position costs only
+the passes from this position on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from xrlflow.passes.searches.steps import (
 
 Passes = tuple[str, ...]
 _POPULATION = 8
-# A search ends after so many sequences in a row that ran no new pass.
+# A search ends after this many sequences in a row that ran no new pass.
 _IDLE = 2000
 
 
@@ -68,7 +68,7 @@ def refined(
     seed: int = 0,
     metric: Metric = Metric.OPERATIONS,
 ) -> Order:
-    """Improve a sequence by `improve`, without preference for a pass."""
+    """Improve a sequence by `improve`, which appends passes without preferring any."""
     explorer = Explorer(compiler, module, budget, metric)
 
     def go_on() -> None:
@@ -81,8 +81,8 @@ def refined(
 def improve(explorer: Explorer, ranked: Callable[[Node], Sequence[str]], seed: int) -> None:
     """Improve the best order, until the budget is used up. Raises BudgetUsedUp.
 
-    First, passes are appended: of the passes that `ranked` returns for a node, in this order, the first one that
-    improves the module, until none does. Then comes evolution from this order.
+    First, passes are appended one by one: each is the first of the passes that `ranked` returns for the node that
+    improves the module. When no pass does, evolution continues from this order.
     """
     node, bettered = explorer.best, True
     while bettered and len(node.passes) < explorer.budget.horizon:
@@ -116,8 +116,8 @@ def fixed(
 ) -> Fixed:
     """The sequence that is best for several modules together: greedy construction, then evolution from the result.
 
-    Sequences are compared by the sum of the logarithms of the values after them. The steps of the budget are those on
-    all modules together.
+    Sequences are compared by the sum of the logarithms of the values after them. The steps of the budget count for all
+    modules together.
     """
     meter = Meter(compiler, budget)
     explorers = [Explorer(meter, module, budget, metric) for module in modules]
@@ -152,7 +152,7 @@ def follow(
     budget: Budget,
     metric: Metric = Metric.OPERATIONS,
 ) -> Order:
-    """The order of a sequence. It ends at the best prefix, as always."""
+    """Apply a sequence of passes. Returns its best prefix as an order."""
     explorer = Explorer(compiler, module, budget, metric)
     return until_over(explorer, lambda: explorer.replay(passes))
 
@@ -164,7 +164,9 @@ def _together(nodes: Sequence[tuple[Node, Explorer]]) -> float:
 
 
 def _built(explorers: Sequence[Explorer], horizon: int) -> Passes:
-    """Append passes, each the best one for all modules together. Returns the sequence so far if no steps are left."""
+    """Build a sequence: append the pass that is best for all modules together, again and again. If no steps are left,
+    returns the sequence built by then.
+    """
     nodes = [e.root for e in explorers]
     built: list[str] = []
     try:
@@ -195,7 +197,8 @@ def _evolution(
 ) -> None:
     """Steady-state evolution: a child of one or two sequences replaces the worst one, if it is as good.
 
-    Of equally good sequences the newest come first: passes without gain may stay until others use what they do.
+    Of equally good sequences the newest come first, so that a pass without gain may stay until a later pass benefits
+    from it.
     """
     population = [(measured(passes), passes) for passes in dict.fromkeys(first)]
     idle = 0
@@ -219,7 +222,7 @@ def _child(
     def one() -> Passes:
         return parents[
             int(len(parents) * generator.random() ** 2)
-        ]  # prefers the first ones, which are the best
+        ]  # prefers the first sequences, which are the best
 
     child = list(one())
     if generator.random() < 0.3:

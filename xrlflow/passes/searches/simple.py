@@ -1,4 +1,4 @@
-"""Searches that remember at most a few nodes: random choice, greedy choice, beam."""
+"""Searches that remember at most a few nodes: random choice, greedy choice, beam search."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def random(
 ) -> Order:
     """Episodes that draw each pass with equal probability, from the first module until the horizon.
 
-    Passes that were observed to have no effect on a module are not drawn there again.
+    A pass that was observed to have no effect on a module is not drawn for it again.
     """
     explorer = Explorer(compiler, module, budget, metric)
     generator = np.random.default_rng(seed)
 
     def play() -> None:
         idle = 0
-        while idle < 1000:  # episodes in a row that ran no new pass: nothing more can be reached
+        while idle < 1000:  # episodes in a row that ran no new pass: no new module is likely
             before = explorer.meter.steps
             node = explorer.root
             for _ in range(budget.horizon):
@@ -36,7 +36,9 @@ def random(
 def greedy(
     compiler: Compiler, module: Module, budget: Budget, seed: int = 0, metric: Metric = Metric.OPERATIONS
 ) -> Order:
-    """The pass with the largest gain, until no pass gains. Of equal ones the first is chosen; nothing is random."""
+    """Apply the pass with the largest gain, until no pass gains. Of equally good passes the first is chosen; nothing
+    is random.
+    """
     explorer = Explorer(compiler, module, budget, metric)
 
     def descend() -> None:
@@ -59,9 +61,10 @@ def beam(
     metric: Metric = Metric.OPERATIONS,
     width: int = 4,
 ) -> Order:
-    """Run all passes on each of the `width` best new modules of the last round, whether or not they are improvements.
+    """Run all passes on each of the `width` best new modules of the last round, even if these modules are no
+    improvements.
 
-    Which of equally good modules are kept is random.
+    Among equally good modules the choice is random.
     """
     explorer = Explorer(compiler, module, budget, metric)
     generator = np.random.default_rng(seed)

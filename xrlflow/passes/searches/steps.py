@@ -1,8 +1,8 @@
 """The parts that all searches share: the budget, the meter that counts the compiler's steps, and the result.
 
-A *step* is one pass run on one module. A repetition in the same search is answered from memory and costs nothing, and
-so are passes that the compiler knows to have no effect; for every search alike. So searches are compared at equal
-numbers of passes that the compiler had to run.
+A *step* is one pass run on one module. If a search repeats a step, the result comes from memory and costs nothing; a
+pass that the compiler knows to have no effect costs nothing either. So searches are compared at equal numbers of
+passes that the compiler had to run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from xrlflow.passes.compiler import (
     ModuleGraph,
 )
 
-# How often in a search the best module so far is compared with the first one, and the minimum of steps in between: a
-# comparison takes as long as about 20 steps.
+# How often a search compares the best module so far with the first one, and the minimum number of steps between two
+# comparisons: a comparison takes as long as about 20 steps.
 _CHECKS, _APART = 4, 100
 _log = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ def without_effect(compiler: Compiler, module: Module) -> frozenset[str]:
 class Budget:
     """The limits of a search."""
 
-    steps: int = 500  # passes that the compiler runs
+    steps: int = 500  # the number of passes that the compiler may run
     horizon: int = 30  # the greatest length of an order
-    deadline: float | None = None  # time.monotonic
+    deadline: float | None = None  # a time of time.monotonic()
 
     def __post_init__(self) -> None:
         if self.steps < 0 or self.horizon < 1:
@@ -71,10 +71,10 @@ class Budget:
 
 
 class Meter:
-    """A compiler that counts its steps, and raises `BudgetUsedUp` when none are left. It remembers all results.
+    """A compiler that counts its steps, raises `BudgetUsedUp` when no steps are left, and remembers all results.
 
-    `wrong`: for digests of modules that compute something else than the first one, the difference. A pass that leads to
-    such a module counts as failed.
+    `wrong`: by digest, modules that compute something else than the first module, each with the difference. A pass
+    that leads to such a module counts as failed.
     """
 
     def __init__(self, compiler: Compiler, budget: Budget) -> None:
@@ -158,7 +158,7 @@ class Node:
     """A module that a search reached."""
 
     module: Module
-    passes: tuple[str, ...]  # those with an effect that led to it
+    passes: tuple[str, ...]  # the passes that led to this node, without those that had no effect
     value: float  # the metric: lower is better
     before: Node | None = field(default=None, compare=False, repr=False)
 
@@ -177,15 +177,17 @@ class Order:
 
     passes: tuple[str, ...]
     module: Module
-    """The module after `passes`: of all that were reached and compute the same as the original, the lowest value."""
+    """The module after `passes`. It has the lowest value of all modules that the search reached and that compute the
+    same as the original.
+    """
     initial: float  # the value of the original
     value: float
-    steps: int  # of the compiler
-    seconds: float  # of the search, without the comparison of its result
+    steps: int  # steps of the compiler
+    seconds: float  # seconds of the search, without the comparison of its result
     curve: tuple[tuple[int, float], ...] = field(default=(), compare=False)
     """The step and the value of each improvement."""
     refused: tuple[str, ...] = ()
-    """Steps that would have led to a better module, but change what it computes: a line for each."""
+    """A line for each step that would have led to a better module, but changes what the module computes."""
 
     @property
     def reduction(self) -> float:
@@ -193,7 +195,7 @@ class Order:
         return 1.0 - self.value / self.initial if self.initial > 0 else 0.0
 
     def value_at(self, steps: int) -> float:
-        """The lowest value after this many steps."""
+        """The lowest value that the search had reached after this many steps."""
         return min((value for step, value in self.curve if step <= steps), default=self.initial)
 
 
@@ -241,9 +243,9 @@ class Explorer:
         return self.each(node, (name,))[0]
 
     def each(self, node: Node, names: Sequence[str]) -> list[Node | None]:
-        """The nodes after each of several passes; None for those without effect.
+        """The nodes after each of several passes; None for a pass without effect.
 
-        If the budget is too small for all of them, only the first ones are run, and the next call raises BudgetUsedUp.
+        If the budget is too small for all passes, only the first ones are run, and the next call raises BudgetUsedUp.
         """
         try:
             results = self.meter.apply_each(node.module, names)
@@ -311,7 +313,9 @@ class Explorer:
         return False
 
     def _first_wrong(self, nodes: Sequence[Node]) -> Node:
-        """The first node in a path that computes something else. The last one does."""
+        """The first node of a path that computes something else than the root. The last node must compute something
+        else.
+        """
         right, wrong = 0, len(nodes) - 1
         while wrong - right > 1:
             middle = (right + wrong) // 2
@@ -362,8 +366,9 @@ class Explorer:
 
 
 def until_over(explorer: Explorer, search: Callable[[], object]) -> Order:
-    """Run a search that may end by `BudgetUsedUp`, and compare its result with the first module. If a step changed what
-    the module computes, the search begins again with the remaining budget; passes it has run before cost nothing.
+    """Run a search that may end by `BudgetUsedUp`, and compare its result with the first module. If a step changed
+    what the module computes, the search begins again with the remaining budget; passes that it has run before cost
+    nothing.
 
     Raises Interrupted after Ctrl-C, and CompilerError if the first module does not run.
     """

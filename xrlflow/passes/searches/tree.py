@@ -1,10 +1,10 @@
 """Monte Carlo tree search over modules, with transpositions.
 
 - A module that several orders reach is one vertex (by its digest). Each edge counts its own visits.
-- A simulation descends by PUCT to a pass that was not tried there, and continues from the new module with a few random
-  passes. Its result is the best value along the way.
-- The worth of an edge is the mean of its simulations' results, mixed with the best of them (since the search returns a
-  maximum), scaled to 0 to 1 by the lowest and the highest result so far.
+- A simulation descends by PUCT to a vertex and a pass that was not tried on it, and continues from the new module with
+  a few random passes. The result of the simulation is the best value that it reaches.
+- The worth of an edge is the mean of its simulations' results, mixed with the best result (since the search returns
+  a maximum), scaled to the range 0 to 1 by the lowest and the highest result so far.
 - A pass that turns out to have no effect is removed from its vertex.
 """
 
@@ -30,12 +30,12 @@ class TreeConfig:
     """The parameters of the tree search."""
 
     exploration: float = 0.7  # the weight of the priors
-    best: float = 0.7  # the weight of an edge's best simulation, against the mean of all
+    best: float = 0.7  # the weight of an edge's best simulation; the mean of all has 1 minus this
     rollout: int = 4  # random passes after the new module
 
 
 class _Vertex:
-    """A module in the tree, with A passes, their priors, and the results of their simulations [A]."""
+    """A module in the tree, with A passes, and arrays [A] of their priors and the results of their simulations."""
 
     __slots__ = ("best", "node", "open", "passes", "priors", "total", "visits")
 
@@ -75,14 +75,14 @@ class _Tree:
 
     def run(self) -> None:
         meter, idle = self.explorer.meter, 0
-        while idle < 1000:  # simulations in a row that ran no new pass: nothing more can be reached
+        while idle < 1000:  # simulations in a row that ran no new pass: no new module is likely
             before = meter.steps
             if not self.simulate():
                 return
             idle = 0 if meter.steps > before else idle + 1
 
     def simulate(self) -> bool:
-        """Run one simulation. Returns False if the root has nothing left to try."""
+        """Run one simulation. Returns False if no pass at the root is left to be tried."""
         vertex = self.vertex(self.explorer.root)
         path: _Path = []
         visited = {vertex.node.module.digest}
@@ -109,7 +109,9 @@ class _Tree:
         return bool(path)
 
     def vertex(self, node: Node) -> _Vertex:
-        """The vertex of a node's module. It keeps the node with the shortest order."""
+        """The vertex of a node's module. If several nodes have this module, the vertex keeps the one with the shortest
+        order.
+        """
         vertex = self.vertices.get(node.module.digest)
         if vertex is None:
             names = self.explorer.open(node)
@@ -126,7 +128,7 @@ class _Tree:
         return vertex
 
     def roll(self, node: Node, depth: int) -> float:
-        """The best value of random passes from a node."""
+        """Apply random passes from a node. Returns the best value that they reach."""
         best = self.saved(node)
         for _ in range(min(self.config.rollout, self.explorer.budget.horizon - depth)):
             names = self.explorer.open(node)
@@ -141,7 +143,7 @@ class _Tree:
         return 1.0 - node.value / initial if initial > 0 else 0.0
 
     def choose(self, vertex: _Vertex) -> int | None:
-        """The pass with the greatest PUCT score (Silver et al., 2018); None if all were removed."""
+        """The pass with the greatest PUCT score (Silver et al., 2018); None if all passes were removed."""
         if not vertex.open.any():
             return None
         visits = vertex.visits
