@@ -1,4 +1,5 @@
-"""The agent: it scores the candidates of a state and No-Op, and estimates the value of the state.
+"""The agent: it scores the candidates of a state and the action No-Op (end the episode), and estimates the value of
+the state.
 
 The score of a candidate depends on the nodes that it matches, its rule, the operators that it adds and removes, its
 features and the whole graph. Its modelled gain is added to the score with a learned weight. So an untrained agent acts
@@ -35,9 +36,9 @@ from xrlflow.rl.parameters import AgentConfig, Parameters
 
 Obs = TypeVar("Obs")
 
-# Weights of gains and losses before training. With them, a gain of one percent is e^5 times as likely as No-Op, and a
-# loss of one percent e^2 times less likely. Losses must be tried now and then, or the agent never learns to cross
-# valleys.
+# Weights of modelled gains and losses before training. With these weights, a gain of one percent is e^5 times as
+# likely as No-Op, and a loss of one percent is e^2 times less likely. Losses must be tried now and then, or the agent
+# never learns to cross valleys.
 _TRUST = (10.0, 4.0)
 
 
@@ -45,15 +46,15 @@ _TRUST = (10.0, 4.0)
 class Embedded:
     """The input of an agent's decision: B states with C candidates in total.
 
-    In imagined states, one row can stand for several candidates of a rule.
+    In imagined states, one row can represent several candidates of a rule.
     """
 
     graphs: Tensor  # [B, width]: vectors of the states' graphs
     candidates: Tensor  # [C, width]: vectors of the candidates
     owner: Tensor  # [C]: the state of each candidate, ascending
-    delta: Tensor  # [C]: squashed modelled deltas
+    delta: Tensor  # [C]: modelled deltas of the cost, squashed (`features.squash`)
     globals: Tensor  # [B, GLOBAL_FEATURES]
-    often: Tensor | None = None  # [C]: how many candidates each row stands for; None: one each
+    often: Tensor | None = None  # [C]: the number of candidates that each row represents; None: one per row
 
 
 class Agent(nn.Module):
@@ -66,7 +67,7 @@ class Agent(nn.Module):
         width = self.config.encoder.width
         self.encoder = Encoder(len(vocabulary.operators) + 1, self.config.encoder)
         # A rule is described by its family, its change and an embedding of its own, which starts at zero. So a rule
-        # that training never saw is scored by its family and its change.
+        # that did not occur in training is scored by its family and its change.
         self.rule = nn.Embedding(len(vocabulary.rules) + 1, width, padding_idx=0)
         nn.init.zeros_(self.rule.weight)
         self.family = nn.Embedding(len(vocabulary.families) + 1, width, padding_idx=0)
@@ -78,16 +79,18 @@ class Agent(nn.Module):
         self.of_candidate = nn.Linear(CANDIDATE_FEATURES, width)
         self.candidate = orthogonal(nn.Linear(width, width))
         self.score = orthogonal(nn.Linear(width, 1), 0.01)
-        self.trust = nn.Parameter(torch.tensor(_TRUST))  # in gains, in losses
+        self.trust = nn.Parameter(torch.tensor(_TRUST))  # for gains, for losses
         self.stop = _head(2 * width, width, 0.01)
         self.value = _head(2 * width + GLOBAL_FEATURES, width, 1.0)
 
     def evaluate(self, observations: Sequence[Observation]) -> tuple[SegmentCategorical, Tensor]:
-        """For each of B observations: the distribution over its candidates, then No-Op, and its value [B]."""
+        """For each of B observations: the distribution over its candidates and, last, No-Op; and its value [B]."""
         return self(collate(observations), len(observations))  # type: ignore[no-any-return]
 
     def forward(self, data: RewriteData, graphs: int) -> tuple[SegmentCategorical, Tensor]:
-        """The same for collated observations. `data` has `batch` [N] and `rule_batch` [C]; `graphs` is B."""
+        """The same as `evaluate`, for collated observations. `data` has `batch` [N] and `rule_batch` [C]; `graphs` is
+        B.
+        """
         return self.decide(self.embed(data, graphs))
 
     def embed(self, data: RewriteData, graphs: int) -> Embedded:
@@ -99,7 +102,7 @@ class Agent(nn.Module):
         return Embedded(encoded.graphs, hidden, owner, data.candidate[:, DELTA], data.globals)
 
     def decide(self, embedded: Embedded) -> tuple[SegmentCategorical, Tensor]:
-        """The distributions and values of embedded observations."""
+        """For embedded observations: the distributions over candidates and, last, No-Op; and the values."""
         scores = self.score(embedded.candidates).squeeze(-1)
         scores = (
             scores + self.trust[0] * torch.relu(-embedded.delta) - self.trust[1] * torch.relu(embedded.delta)
@@ -155,13 +158,15 @@ class Agent(nn.Module):
 
 
 class InTorch(Generic[Obs]):
-    """Adapts a torch policy to searches: as scorer of `strategy.agent_search`, as judge of `mcts.tree_search`."""
+    """Adapts a torch policy to searches: as the scorer of `strategy.agent_search`, and as the judge of
+    `mcts.tree_search`.
+    """
 
     def __init__(self, policy: Policy[Obs]) -> None:
         self.policy = policy
 
     def log_probs(self, observations: Sequence[Obs]) -> npt.NDArray[np.float64]:
-        """For each observation the log-probabilities of its candidates, then of No-Op, in one flat array."""
+        """For each observation, the log-probabilities of its candidates and, last, of No-Op, all in one flat array."""
         return self.evaluate(observations)[0]
 
     def evaluate(
@@ -180,7 +185,9 @@ def _head(inputs: int, width: int, gain: float) -> nn.Sequential:
 
 
 def _mean(rows: Tensor, owner: Tensor, count: int, often: Tensor | None = None) -> Tensor:
-    """The mean of the rows of each owner [count, width]; 0 for an owner without rows. Rows count `often` [R] times."""
+    """The mean of the rows of each owner [count, width]; 0 for an owner without rows. Each row counts as often as
+    `often` [R] states.
+    """
     if often is not None:
         rows = rows * often.unsqueeze(1)
         sizes = rows.new_zeros(count).index_add(0, owner, often).clamp(min=1e-9)
@@ -191,7 +198,7 @@ def _mean(rows: Tensor, owner: Tensor, count: int, often: Tensor | None = None) 
 
 
 def _with_stop(scores: Tensor, stop: Tensor, owner: Tensor) -> SegmentCategorical:
-    """The distributions over the candidates of B owners, then No-Op.
+    """For each of B owners, the distribution over its candidates and, last, No-Op.
 
     `scores` [C] are those of the candidates, `stop` [B] those of No-Op; `owner` [C] is ascending.
     """

@@ -1,8 +1,9 @@
-"""Training on many graphs: an agent learns from several sources of graphs, and some of them are held out.
+"""Training on many graphs: an agent learns from several sources of graphs, and some sources are held out for
+evaluation.
 
-A `Source` is a named recipe for a graph. This package contains no sources: `models.training` collects the zoo at small
-depth, valleys and random graphs of rules' left-hand sides. A `Curriculum` is drawn from the sources by group. Each
-worker builds the problems in its own process, on first use.
+A `Source` is a named recipe for a graph. This package contains no sources: `models.training` collects the zoo's models
+at small depth, valleys, and random graphs built from the sources of rules. A `Curriculum` draws from the sources by
+group. Each worker builds the problems in its own process, on first use.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class CurriculumError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A graph that can be built in any process. `build` and `machine` are pickled and sent there.
+    """A graph that can be built in any process. `build` and `machine` are pickled and sent to that process.
 
     `group` names the kind of graph; a curriculum draws by group. Episodes begin after `scrambled` random
-    substitutions, so undoing them can gain something. Costs come from the roofline on the machine that `machine`
-    gives. Rules named in `without` are not used.
+    substitutions, so that undoing these can gain something. Costs come from the roofline model of the machine that
+    `machine` returns. Rules named in `without` are not used.
     """
 
     name: str
@@ -48,10 +49,10 @@ class Source:
 
 
 def split(sources: Iterable[Source], part: float) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    """Split sources into those to train on and those to hold out, about `part` (0 to 1) of all.
+    """Split sources into those to train on and those to hold out. About `part` (0 to 1) of all sources are held out.
 
     The side of a source depends on its name only, so adding other sources does not change it. Raises CurriculumError
-    for another `part`.
+    if `part` is outside 0 to 1.
     """
     if not 0 <= part <= 1:
         raise CurriculumError(f"the part to hold out is between 0 and 1, not {part:g}")
@@ -67,7 +68,8 @@ def split(sources: Iterable[Source], part: float) -> tuple[tuple[Source, ...], t
 def mixed(
     sources: Iterable[Source], shares: Mapping[str, float], count: int, seed: int = 0
 ) -> tuple[Source, ...]:
-    """Draw about `count` sources, each group in its share. A group with too few sources gives all of them.
+    """Draw about `count` sources, from each group the share that `shares` states. A group with too few sources gives
+    all of them.
 
     Raises CurriculumError if a group does not exist, if a share is negative or if no share is positive.
     """
@@ -90,7 +92,7 @@ def mixed(
 
 
 class Problems(Sequence[Problem]):
-    """A sequence of problems that are built on access. It caches the `kept` problems that were used last."""
+    """A sequence of problems that are built on access. The `kept` problems that were used last stay in memory."""
 
     def __init__(self, sources: Sequence[Source], make: Callable[[Source], Problem], kept: int) -> None:
         self.sources = tuple(sources)
@@ -123,11 +125,11 @@ class Problems(Sequence[Problem]):
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Creates a training task: it trains on the problems of `sources` and evaluates on those of `held_out`.
+    """Creates a training task: the agent trains on the problems of `sources`, and is evaluated on those of `held_out`.
 
-    `rules` and `contrib` define the library. A worker caches at most `kept` problems at a time, because they hold
-    weights. Raises CurriculumError if two sources have the same name, if there is no source to train on, or if `kept`
-    is below 1.
+    `rules` and `contrib` define the library. A worker holds at most `kept` problems in memory at a time, because
+    problems contain weights. Raises CurriculumError if two sources have the same name, if there is no source to train
+    on, or if `kept` is below 1.
     """
 
     sources: tuple[Source, ...]
@@ -164,18 +166,21 @@ class Curriculum:
 
 
 class _Maker:
-    """Builds graphs and observes them. Each machine has its own featuriser, because a featuriser keeps node costs."""
+    """Builds graphs and observes them. Each machine has its own featuriser, because a featuriser caches the costs of
+    nodes.
+    """
 
     def __init__(self, curriculum: Curriculum, vocabulary: Vocabulary) -> None:
         self.curriculum = curriculum
         self.vocabulary = vocabulary
         self._libraries: dict[frozenset[str], Library] = {}
         self._machines: dict[str, tuple[Roofline, Featuriser]] = {}
-        # The key is the delta that prices the states of a problem.
+        # By the delta function that computes the costs of candidates in a problem's states.
         self._observers: dict[Delta, Featuriser] = {}
 
     def problem(self, source: Source) -> Problem:
-        """Build a source's graph, simplify it (no prices needed) and scramble it. Episodes begin with the result."""
+        """Build a source's graph, simplify it (without a cost model) and scramble it. Episodes begin with the
+        result."""
         machine = source.machine()
         if machine.name not in self._machines:
             prices = Roofline(machine)

@@ -1,11 +1,12 @@
 """The graph network: it encodes a graph as one vector per node and one vector for the whole graph.
 
 It follows X-RLflow (He et al., 2023, section 3.3): nodes collect the features of their tensors, graph attention layers
-pass them on, and attention over all nodes gives the vector of the graph. Unlike in the paper, layers are residual and
-normalised, and the attention also depends on the features of tensors.
+pass the vectors of nodes to their neighbours, and attention over all nodes gives the vector of the graph. Unlike in
+the paper, layers are residual and normalised, and the attention also depends on the features of tensors.
 
-Training spends most of its time here, on few cores. So a layer multiplies the nodes by one matrix, and a tensor adds
-one number per head to the attention. PyG's GATConv with `edge_dim` computes this number from a vector of full width.
+Training spends most of its time in this network, on few cores. So a layer multiplies the nodes by one matrix, and a
+tensor adds one number per head to the attention. PyG's GATConv with `edge_dim` computes this number from a vector of
+full width.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Encoded:
 
 
 class EdgeToNode(nn.Module):
-    """Adds log(1 + sum of messages) to each node. Each edge brings a message from its tensor and its other end."""
+    """Adds log(1 + sum of messages) to the vector of each node. The message of an edge is computed from its tensor and
+    from the node at its other end.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.before = nn.LayerNorm(width)
-        # A node's message, and its part of the attention score as source and as target.
+        # Computes a node's message, and its terms of the attention score as source and as target of an edge.
         self.of_node = nn.Linear(width, width + 2 * heads, bias=False)
         self.of_edge = nn.Linear(EDGE_FEATURES, heads)
         self.bias = nn.Parameter(torch.zeros(width))
@@ -65,7 +68,8 @@ class Attention(nn.Module):
             of_source.index_select(0, source) + of_target.index_select(0, target) + self.of_edge(edge_attr),
             0.2,
         )
-        # The softmax over the edges of each target. The division by its sum comes after the sum of the messages.
+        # The softmax over the edges of each target. The messages are summed first, and the sum is then divided by the
+        # sum of the softmax weights.
         owner = target.unsqueeze(1).expand(-1, heads)
         top = scores.new_full((count, heads), float("-inf"))
         top = top.scatter_reduce(0, owner, scores.detach(), "amax")
@@ -79,7 +83,9 @@ class Attention(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Encodes the graphs of a batch. `operators`: the count of operator numbers, including 0."""
+    """Encodes the graphs of a batch. `operators`: how many operator numbers there are, including 0 for unknown
+    operators.
+    """
 
     def __init__(self, operators: int, config: EncoderConfig) -> None:
         super().__init__()

@@ -42,23 +42,29 @@ class EpisodeError(ValueError):
 
 
 class Reward(Enum):
-    """The reward of a step. Over an episode, rewards sum to about 100 times the saved part of the initial cost."""
+    """The reward of a step. Over an episode, rewards sum to about 100 times the fraction of the initial cost that the
+    episode saves.
+    """
 
     MODELLED = "modelled"  # 100 * (last - new) / initial, by the cost model
     END_TO_END = "end_to_end"
-    """The same with measured latency, every `measure_every` steps and at the end; `in_between` for all other steps (the
-    paper, section 3.3)."""
+    """The same with measured latency, every `measure_every` steps and at the end. All other steps have the reward
+    `in_between` (X-RLflow's paper, section 3.3).
+    """
     HYBRID = "hybrid"
     """The modelled reward; the last step corrects the sum of the episode to the measured saving."""
 
 
-# The latency of a graph divided by that of the graph where episodes begin, measured in pairs.
+# A function that measures, in pairs of runs, the latency of a graph divided by the latency of the graph with which
+# episodes begin.
 RelativeLatency = Callable[[Graph], float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """A graph to rewrite: the state where episodes begin, its modelled seconds, and a latency measurement, if any."""
+    """A graph to rewrite: the state with which episodes begin, its cost in seconds, and a function that measures
+    latency, if any.
+    """
 
     name: str
     state: RewriteState
@@ -74,14 +80,16 @@ class Problem:
         pricing: Callable[[Delta], Delta] = Pricing.of,
         latency: RelativeLatency | None = None,
     ) -> Problem:
-        """Match and price a graph. The default `pricing` speeds up the observation of candidates."""
+        """The problem of a graph: compute its candidates and their costs. The default `pricing` speeds up the
+        observation of candidates.
+        """
         state = RewriteState.start(graph, library, pricing(model.delta))
         return Problem(name, state, model.cost(graph), latency)
 
 
 @dataclass(frozen=True, slots=True)
 class EnvConfig:
-    """The rules of episodes. They end after `horizon` steps. `Reward` explains the other fields."""
+    """The rules of episodes. An episode ends after `horizon` steps. `Reward` explains the other fields."""
 
     reward: Reward = Reward.MODELLED
     horizon: int = 100
@@ -89,7 +97,7 @@ class EnvConfig:
     in_between: float = 0.1
     # Whether to offer candidates that lead back to an earlier graph of the episode.
     revisits: bool = False
-    # Offer at most this many candidates: those with the least modelled delta. None: no limit.
+    # At most this many candidates are offered: those with the least modelled delta. None: no limit.
     candidates: int | None = None
 
     def __post_init__(self) -> None:
@@ -98,10 +106,11 @@ class EnvConfig:
 
 
 class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
-    """Episodes over several problems. Each draws a problem, unless `options={"problem": name}` names one.
+    """Episodes over several problems. Each episode draws a problem at random, unless `options={"problem": name}` names
+    one.
 
-    Information: `problem`, `cost` and `initial` (modelled seconds), `best` (the least cost so far), `latency`
-    (relative; None if this step was not measured), `trace` (steps), `action_mask` (all ones).
+    The information dictionary has `problem`, `cost` and `initial` (modelled seconds), `best` (the least cost so far),
+    `latency` (relative; None if this step was not measured), `trace` (steps), `action_mask` (all ones).
     """
 
     def __init__(
@@ -166,7 +175,8 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
             match = now.candidates[action]
             state = now.state
             edit = state.edit(match)
-            # The edit also removes nodes that lose their last reader. These may have changed since the pricing.
+            # The edit also removes nodes that lose their last reader. Which nodes these are may have changed since the
+            # candidate's delta was computed.
             delta = match.delta if state.delta is None else float(state.delta(state.graph, edit))
             cost = now.cost + delta
             self._path = extend(self._path, match, edit, cost)
@@ -193,7 +203,7 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
         self.action_space = cast("spaces.Space[int]", spaces.Discrete(len(offered) + 1))
 
     def _reward(self, before: Situation, over: bool) -> tuple[float, float | None]:
-        """The reward of the last step, and the relative latency if it was measured."""
+        """The reward of the last step, and the relative latency if it was measured, else None."""
         config, now = self.config, self.situation
         scale = 100.0 / now.initial if now.initial > 0 else 0.0
         modelled = scale * (before.cost - now.cost)
@@ -223,7 +233,7 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The maximum counts of a fixed-size observation."""
+    """The maximum counts of nodes, edges and so on in a fixed-size observation."""
 
     nodes: int = 1024
     edges: int = 4096

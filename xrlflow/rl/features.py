@@ -1,13 +1,15 @@
 """Rewrite states as arrays for a graph network.
 
-The paper (X-RLflow, He et al., 2023, section 3.2) builds and encodes every successor graph. Here, a state is encoded
-once, and no successor is built: a candidate is described by the nodes that it matches, adds and removes. The paper's
-encoding is in `xrlflow.rl.successors`.
+The paper (X-RLflow, He et al., 2023, section 3.2) builds and encodes every successor graph. In this module, a state is
+encoded once, and no successor is built: a candidate is described by the nodes that it matches, adds and removes.
+`xrlflow.rl.successors` has the paper's encoding.
 
-The row of a node or candidate is computed once. A successor shares most nodes and candidates with its parent, so an
-edit needs new rows only for the part that it touched. A few NumPy calls on whole arrays do the rest.
+The row of features of a node or candidate is computed once. A successor shares most nodes and candidates with its
+parent, so an edit needs new rows only for the nodes and candidates that it changed. A few NumPy calls on whole arrays
+compute everything else.
 
-Scales: sizes and counts are logarithms, about 0 to 1; seconds are shares of the graph's modelled cost, `squash`ed.
+Scales: sizes and counts are logarithms, scaled to about 0 to 1; seconds are shares of the graph's modelled cost,
+scaled by `squash`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ UNKNOWN = 0
 # The operator name of graph inputs in the vocabulary.
 INPUT = "(input)"
 
-# On the squashed scale, shares below this are near 0, and 1 stays 1.
+# The share of a whole below which `squash` returns nearly 0. The share 1 stays 1.
 FINEST = 1e-4
 # Columns of a node: its content (`xrlflow.cost.columns`), then its position in the graph.
 NODE_PLACE = ("share of the cost", "readers", "is an output")
@@ -77,7 +79,9 @@ GLOBAL_FEATURES = 7
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Numbers operators, rules and rule families from 1; 0 is for unknown ones. Stored with an agent's parameters."""
+    """The numbers of operators, rules and rule families, from 1 on; 0 stands for unknown names. A vocabulary is stored
+    with an agent's parameters.
+    """
 
     operators: tuple[str, ...]
     rules: tuple[str, ...]
@@ -85,7 +89,9 @@ class Vocabulary:
 
     @staticmethod
     def of(library: Library) -> Vocabulary:
-        """The vocabulary of a library's rules, of the operators that it matches, and of those with known work."""
+        """The vocabulary of a library: its rules, the operators that they match, and the operators whose work the cost
+        models know.
+        """
         return Vocabulary((INPUT,), (), ()).extended(library)
 
     def extended(self, library: Library) -> Vocabulary:
@@ -183,14 +189,18 @@ class Batch(Observation):
 
 
 def squash(share: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Scale shares of a whole so that small ones stay visible: 1e-4 -> 0.08, 0.01 -> 0.5, 1 -> 1. Keeps the sign."""
+    """Scale shares of a whole so that small shares stay distinguishable: 1e-4 -> 0.08, 0.01 -> 0.5, 1 -> 1. The sign
+    stays.
+    """
     value = np.asarray(share, np.float64)
     return np.sign(value) * np.log1p(np.abs(value) / FINEST) / log1p(1 / FINEST)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A group of like operators that an edit adds (count > 0) or removes (count < 0), with the sums of their work."""
+    """A group of operators of one kind and work that an edit adds (count > 0) or removes (count < 0), with the sums of
+    their work.
+    """
 
     op: str
     count: int
@@ -202,7 +212,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The numbers of nodes that an edit adds and removes and of values that it rewires, and its groups of operators."""
+    """What an edit changes: the numbers of nodes that it adds and removes, the number of values that it rewires, and
+    the groups of operators among these nodes.
+    """
 
     added: int
     removed: int
@@ -213,7 +225,8 @@ class Change:
 class Priced(float):
     """The delta of an edit in seconds, with the change that the edit makes.
 
-    Matching builds the edit of each candidate once, to price it. With `Pricing`, the features need not build it again.
+    Matching builds the edit of each candidate once, to compute its delta. With `Pricing`, the features need not build
+    the edit again.
     """
 
     __slots__ = ("_change", "_source")
@@ -284,7 +297,9 @@ class _Column:
 
 
 class _Pool:
-    """The rows of all nodes and candidates of the states of one graph. It numbers values from 0."""
+    """The rows of all nodes and candidates of the states that descend from one graph. The pool numbers their values
+    from 0.
+    """
 
     def __init__(self, leaves: Leaves) -> None:
         self.leaves = leaves
@@ -292,7 +307,7 @@ class _Pool:
         self.leaf_type = _Column(None, np.int64)  # by value; -1 if a node computes it
         self.nodes: dict[Node, int] = {}
         self.node = _Column(6, np.int64)  # operator, content, first input, inputs, first output, outputs
-        self.input = _Column(3, np.int64)  # value, slot, type for which the content was made
+        self.input = _Column(3, np.int64)  # value, slot, type for which the content was computed
         self.output = _Column(3, np.int64)  # value, slot, type
         self.matches: dict[Match, int] = {}
         self.match = _Column(6, np.int64)  # rule, family, first role, roles, first part, parts
@@ -349,7 +364,7 @@ class _Choices:
         return out
 
     def outlook(self, situation: Situation, nodes: int) -> list[float]:
-        """The global features: the progress of the episode, the size of the graph, a summary of the candidates."""
+        """The global features: the progress of the episode, the size of the graph, and a summary of the candidates."""
         relative = situation.cost / max(situation.initial, 1e-30)
         return [
             relative,
@@ -365,7 +380,8 @@ class _Choices:
 class Featuriser:
     """Computes observations. It caches the rows of up to `limit` nodes and candidates.
 
-    `prices` gives the nodes' shares of the cost: the cost model that the agent minimises, or a similar one.
+    `prices` computes the nodes' shares of the cost: it is the cost model whose cost the agent minimises, or a similar
+    one.
     """
 
     def __init__(self, vocabulary: Vocabulary, prices: AdditiveCost, limit: int = 100_000) -> None:
@@ -431,7 +447,7 @@ class Featuriser:
     def _edges(self, structure: Structure) -> tuple[Ints, Floats]:
         """The edges [2, E] and their features [E, EDGE_FEATURES].
 
-        An input from a node is a forward and a backward edge; a constant is a loop of its reader.
+        An input that a node computes gives a forward and a backward edge; a constant gives a self-loop of its reader.
         """
         source, target = structure.source, structure.target
         computed = source >= 0

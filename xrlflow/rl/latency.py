@@ -15,11 +15,11 @@ UNRUNNABLE = 2.0
 
 
 class PairedLatency:
-    """Measures each graph once, in this process, by samples interleaved with the original's.
+    """Measures each graph once, in this process; its runs alternate with runs of the original.
 
     `original`: the path or bytes of the original model; `feeds`: its inputs; `seconds`: the limit of one measurement.
-    A graph gets UNRUNNABLE if the runtime refuses it or if it cannot be written to one file. It is then measured again
-    the next time, since memory may have been short.
+    The relative latency is UNRUNNABLE if the runtime refuses the graph, or if the graph cannot be written to one file.
+    Such a graph is measured again the next time, since memory may have been short.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Trains the network of the learned cost model on measured comparisons. See `xrlflow.cost.latency_network`.
 
-All graphs of one network are one minibatch. Nodes with the same context share one evaluation. The loss is the negative
-log-likelihood of the measured log-ratios under Student's t distribution. Its scale is the measured noise plus a
-variance that the network learns, for what it cannot explain.
+All graphs of one model form one minibatch. Nodes with the same context share one evaluation. The loss is the negative
+log-likelihood of the measured log-ratios under Student's t distribution. The scale of the distribution is the measured
+noise plus a variance that the network learns for the part it cannot explain.
 """
 
 from __future__ import annotations
@@ -32,16 +32,20 @@ from xrlflow.learn.ppo import TrainingError
 
 Doubles = npt.NDArray[np.float64]
 
-# Degrees of freedom of the loss. A few ratios are far from their prediction, because addresses of weights matter.
+# Degrees of freedom of the loss. Few, so that ratios far from their prediction weigh less: such ratios occur because
+# latency depends on the addresses of weights.
 _DEGREES_OF_FREEDOM = 4.0
 _FIRST_NOISE = (0.01, 0.1)
-# Each session places weights at other addresses, which changes its speed by about this (see `search.select`).
+# The relative change of latency from session to session: each session places weights at other addresses (see
+# `search.select`).
 _SESSION = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class FitConfig:
-    """How a network is trained. `epochs`: passes over all networks; the learning rate falls to 0 as a cosine."""
+    """How a network is trained. `epochs`: passes over the comparisons of all models. The learning rate falls to 0
+    along a cosine.
+    """
 
     network: NetworkConfig = field(default_factory=NetworkConfig)
     epochs: int = 20
@@ -52,7 +56,7 @@ class FitConfig:
 
 
 class _Data:
-    """The comparisons of one network as tensors, at the radius of the network that is trained."""
+    """The comparisons of one model's graphs as tensors. Contexts have the radius of the network that is trained."""
 
     def __init__(self, comparisons: Comparisons, radius: int, operators: Mapping[str, int]) -> None:
         if radius > comparisons.radius:
@@ -153,8 +157,8 @@ def fit(
 ) -> NetworkParameters:
     """Train an ensemble. `progress(member, epoch, loss)` is called after each epoch.
 
-    Members differ in their first weights, in the order of the networks, and in how often they see each network (drawn
-    with replacement). Raises TrainingError if there are no comparisons, or if a loss is not finite.
+    Members differ in their first weights, in the order of the models, and in how often they see each model (drawn with
+    replacement). Raises TrainingError if there are no comparisons, or if a loss is not finite.
     """
     comparisons = [c for c in comparisons if c.graphs > 1]
     if not comparisons:
@@ -202,16 +206,18 @@ def _fit_member(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """Predictions for the graphs of one network, with the measurements: log-ratios [G - 1]."""
+    """Predictions and measurements for the G graphs of one model: log-ratios to the first graph [G - 1]."""
 
     name: str
     measured: Doubles
     predicted: Doubles
     spreads: Doubles  # standard deviations of the predictions, with the noise of measuring
-    priced: Doubles  # log-ratios by the prices of operators
+    priced: Doubles  # log-ratios predicted by the sum of the operators' costs
 
     def held(self, scale: float = 1.0) -> float:
-        """The part of the measured values that is inside the 90% intervals, after these are widened by `scale`."""
+        """The fraction of the measured values that lie inside the 90% intervals, after these are widened by the factor
+        `scale`.
+        """
         return float((np.abs(self.measured - self.predicted) <= HALF_OF_90 * scale * self.spreads).mean())
 
     def correlation(self, by: Doubles) -> float:
@@ -220,8 +226,9 @@ class Judged:
         return _spearman(np.append(self.measured, 0.0), np.append(by, 0.0))
 
     def ordered(self, by: Doubles, least: float = 0.03) -> tuple[int, int]:
-        """Of the pairs of graphs that differ by more than `least`: how many `by` orders right, and the number of
-        pairs."""
+        """How well `by` orders the pairs of graphs that differ by more than `least`: the number of pairs in the right
+        order, and the number of all these pairs.
+        """
         measured, other = np.append(self.measured, 0.0), np.append(by, 0.0)
         first, second = np.triu_indices(len(measured), 1)
         apart = measured[first] - measured[second]
@@ -235,7 +242,7 @@ class Judged:
 
 
 def judge(parameters: NetworkParameters, comparisons: Comparisons) -> Judged:
-    """Predict the comparisons of one network."""
+    """Predict the comparisons of one model's graphs."""
     numbers = {name: number for number, name in enumerate(parameters.operators, 1)}
     data = _Data(comparisons, parameters.config.radius, numbers)
     logs, own = [], []
@@ -262,9 +269,10 @@ def judge(parameters: NetworkParameters, comparisons: Comparisons) -> Judged:
 def calibrate(
     parameters: NetworkParameters, judged: Sequence[Judged], coverage: float = 0.9
 ) -> NetworkParameters:
-    """Widen the intervals so that they contain the part `coverage` of the measured values of these networks, which were
-    not trained on (conformal prediction, Vovk et al., 2005). Each network has the same weight. Raises TrainingError
-    without networks."""
+    """Widen the intervals so that they contain the fraction `coverage` of the measured values in `judged`, whose
+    models must not be among those of the training (conformal prediction, Vovk et al., 2005). Each model has the same
+    weight. Raises TrainingError if `judged` is empty.
+    """
     judged = [j for j in judged if len(j.measured)]
     if not judged:
         raise TrainingError("there are no comparisons to calibrate intervals by")

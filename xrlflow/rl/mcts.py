@@ -1,17 +1,18 @@
 """Monte Carlo tree search with the real engine: `search="mcts"`.
 
-AlphaZero's search (Silver et al., 2018) for a single player who wants the cheapest graph. The agent's policy gives the
-priors, and its critic estimates gains that greedy descents do not reach:
+It is AlphaZero's search (Silver et al., 2018) for a single player who wants the graph of least cost. The agent's
+policy gives the priors, and its critic estimates gains that greedy descents do not reach:
 
-- A simulation walks down the tree by PUCT and creates one new state. Its value is the part of the initial cost that a
-  greedy descent from it saves or, if that is more, the saving beyond its own cost that the critic predicts.
+- A simulation walks down the tree by PUCT and creates one new state. The value of the simulation is the fraction
+  of the initial cost that a greedy descent from the new state saves or, if it is more, the further saving from this
+  state that the critic predicts.
 - Equal substitutions in different layers are one action, so that the breadth of the tree does not grow with the number
   of layers.
 - States that several paths reach are one vertex of the tree (by fingerprint). Each edge counts its own visits.
-- An edge's worth is the mean of its simulations, mixed with the best of them, since the search returns a maximum.
-  Values are scaled to 0 to 1 by the least and the greatest so far (Schrittwieser et al., 2020).
-- Simulations alternately begin at the end of the first descent and at the best graph so far. So the search builds on a
-  gain, and can still leave out the substitutions that led to it.
+- An edge's worth is the mean of its simulations, mixed with the best one, since the search returns a maximum.
+  Values are scaled to the range 0 to 1 by the least and the greatest value so far (Schrittwieser et al., 2020).
+- Simulations alternately begin at the end of the first descent and at the best graph so far. So the search can continue
+  from a gain, and can also try to do without the substitutions that led to this gain.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Judge(Protocol[ObsIn]):
     """The part of an agent that a tree search uses."""
 
     def evaluate(self, observations: Sequence[ObsIn]) -> tuple[Floats, Floats]:
-        """Log-probabilities of the candidates and No-Op of each observation in one flat array, and values [B]."""
+        """The log-probabilities of each observation's candidates and No-Op, in one flat array, and the values [B]."""
         ...
 
 
@@ -53,20 +54,21 @@ class TreeConfig:
 
     batch: int = 8  # simulations between two calls of the network
     exploration: float = 1.25  # the weight of the priors against the values of simulations
-    caution: float = 0.3  # the part of the priors that prefers small losses instead of following the policy
-    rise: float = 8.0  # the nats that a loss of the whole initial cost adds
-    best: float = 0.5  # the weight of an edge's best simulation against the mean of all
-    trust: float = 0.25  # the part of the critic's value that counts
+    caution: float = 0.3  # the share of the priors that prefers small losses instead of following the policy
+    rise: float = 8.0  # the nats by which a loss of the whole initial cost lowers this share
+    best: float = 0.5  # the weight of an edge's best simulation; the mean of all has 1 minus this
+    trust: float = 0.25  # the factor of the critic's value
     unit: float = 5.0  # the critic's value for saving the whole cost
     depth: int = 50  # the greatest number of steps of a simulation
     patience: int | None = 400
-    """The search ends after this many states without an improvement; None: only at the limits."""
-    growth: float = 2.0  # graphs with more than this many times the operators of the input are dropped
+    """The search ends after this many states without an improvement. None: it ends only at the limits."""
+    growth: float = 2.0  # graphs that have more than this many times the operators of the input are dropped
 
 
 class _Vertex:
-    """A state in the tree: its A actions (groups of equal substitutions), their priors, and simulations' results
-    [A]."""
+    """A state in the tree: its A actions (groups of equal substitutions), their priors, and the results of their
+    simulations [A].
+    """
 
     __slots__ = ("actions", "best", "node", "priors", "total", "visits")
 
@@ -134,7 +136,9 @@ class _TreeSearch(States, Generic[Obs]):
             pass
 
     def round(self, start: SearchNode) -> bool:
-        """Run some simulations from a state, with one call of the network. Returns whether there was an action."""
+        """Run some simulations from a state, with one call of the network. Returns whether the state had an action to
+        simulate.
+        """
         best = self.best
         if start.state.fingerprint not in self.tree:
             self.grow([([], start)])
@@ -147,7 +151,7 @@ class _TreeSearch(States, Generic[Obs]):
             if node is None:
                 self.learn(path, -np.inf)
             else:
-                for vertex, action in path:  # until its value is known, a simulation counts as a loss
+                for vertex, action in path:  # a simulation counts as a loss until its value is known
                     vertex.visits[action] += 1
                 arrived.append((path, node))
             if self.best is not best:
@@ -159,8 +163,9 @@ class _TreeSearch(States, Generic[Obs]):
         return acted
 
     def simulate(self, root: _Vertex) -> tuple[_Path, SearchNode | None]:
-        """Walk down the tree to a new state. Returns the path and the state at its end; None if that repeats an earlier
-        one, or is too large."""
+        """Walk down the tree to a new state. Returns the path, and the state at its end or None if this state repeats
+        an earlier one or is too large.
+        """
         path: _Path = []
         vertex, visited = root, {root.node.state.fingerprint}
         while len(path) < self.config.depth and vertex.actions:
@@ -179,7 +184,9 @@ class _TreeSearch(States, Generic[Obs]):
         return path, vertex.node if path else None
 
     def follow(self, vertex: _Vertex, action: int) -> SearchNode | None:
-        """The state after an action: that of its first substitution whose result is not too large; None if all are."""
+        """The state after the first substitution of an action whose result is not too large; None if all results are
+        too large.
+        """
         for match in vertex.actions[action]:
             successor = self.make(vertex.node, match)
             if successor is not None:
@@ -240,8 +247,9 @@ class _TreeSearch(States, Generic[Obs]):
         return promised
 
     def vertex(self, node: SearchNode, matches: Sequence[Match], log_probs: Floats) -> _Vertex:
-        """A vertex whose actions are the groups of equal substitutions, the likeliest substitution of each group
-        first."""
+        """A vertex whose actions are the groups of equal substitutions. In each group the likeliest substitution is
+        first.
+        """
         groups: dict[Group, list[int]] = {}
         for index in np.argsort(-log_probs, kind="stable").tolist():
             groups.setdefault(alike(node.state.graph, matches[index], node.cost), []).append(index)
@@ -259,8 +267,9 @@ class _TreeSearch(States, Generic[Obs]):
         return _Vertex(node, [tuple(matches[i] for i in each) for each in members], priors)
 
     def learn(self, path: _Path, value: float) -> None:
-        """Add the value of a simulation to the edges of its path; -inf (no new state) counts as the least value so
-        far."""
+        """Add the value of a simulation to the edges of its path; The value -inf (no new state) counts as the least
+        value so far.
+        """
         lost = not np.isfinite(value)
         if lost:
             value = self.least if np.isfinite(self.least) else 0.0

@@ -49,7 +49,7 @@ class Network:
     def __init__(self, parameters: Parameters) -> None:
         self.vocabulary: Vocabulary = parameters.vocabulary
         options = onnxruntime.SessionOptions()
-        # More threads do not speed up small networks, and idle threads spin and disturb measurements.
+        # More threads do not speed up small networks, and idle threads would spin and disturb measurements.
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
         self._session = onnxruntime.InferenceSession(
@@ -85,14 +85,15 @@ def _distributions(
 
 
 def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    with np.errstate(invalid="ignore"):  # a search refuses NaN
+    with np.errstate(invalid="ignore"):  # the search raises an error for NaN, so no warning is needed
         shifted = logits - logits.max()
         return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
 def to_onnx(parameters: Parameters) -> onnx.ModelProto:
-    """The agent as an ONNX model: arrays of a `Batch` -> logits `scores` [C] of candidates and `stop` [B] of No-Op, and
-    `values` [B]."""
+    """The agent as an ONNX model. Its inputs are the arrays of a `Batch`; its outputs are the logits `scores` [C] of
+    candidates and `stop` [B] of No-Op, and `values` [B].
+    """
     net = _Builder(parameters.arrays)
     nodes, graphs = _encoder(net, parameters.config.encoder)
     width = parameters.config.encoder.width
@@ -114,7 +115,9 @@ def to_onnx(parameters: Parameters) -> onnx.ModelProto:
 
 
 class _Builder:
-    """Builds an ONNX graph: a call adds a node and returns the name of its output. Parameters become initializers."""
+    """Builds an ONNX graph: a call of the builder adds a node and returns the name of its output. Parameters become
+    initializers.
+    """
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         self.arrays = arrays
@@ -138,7 +141,7 @@ class _Builder:
         return name
 
     def linear(self, name: str, x: str) -> str:
-        """x [R, inputs] -> [R, outputs]."""
+        """Add the linear layer `name`: x [R, inputs] -> [R, outputs]."""
         bias = (self.parameter(f"{name}.bias"),) if f"{name}.bias" in self.arrays else ()
         return self("Gemm", x, self.parameter(f"{name}.weight"), *bias, transB=1)
 
@@ -154,8 +157,9 @@ class _Builder:
         return self("Shape", x, start=0, end=1)
 
     def sums(self, rows: str, owner: str, count: str, width: int, minimum: float | None = None) -> str:
-        """The sums of the rows [R, width] of each owner [count, width]; with `minimum` their maxima, at least
-        `minimum`."""
+        """The sums of the rows [R, width] of each owner [count, width]; with `minimum`, instead the maxima of these
+        rows and `minimum`.
+        """
         shape = self("Concat", count, self.constant([width]), axis=0)
         start = np.array([0.0 if minimum is None else minimum], np.float32)
         filled = self("ConstantOfShape", shape, value=numpy_helper.from_array(start))
@@ -210,7 +214,9 @@ def _encoder(net: _Builder, config: EncoderConfig) -> tuple[str, str]:
 
 
 def _softmax_by(net: _Builder, scores: str, owner: str, count: str, width: int) -> tuple[str, str]:
-    """Unnormalised softmax weights of rows [R, width] and their sum for each owner [count, width], at least 1e-9."""
+    """The unnormalised softmax weights of rows [R, width], and for each owner the sum of its weights [count, width],
+    which is at least 1e-9.
+    """
     top = net.sums(scores, owner, count, width, minimum=float("-inf"))
     weights = net("Exp", net("Sub", scores, net("Gather", top, owner)))
     total = net("Max", net.sums(weights, owner, count, width), net.constant(np.float32(1e-9)))
@@ -218,7 +224,7 @@ def _softmax_by(net: _Builder, scores: str, owner: str, count: str, width: int) 
 
 
 def _attention(net: _Builder, name: str, nodes: str, ends: tuple[str, str], config: EncoderConfig) -> str:
-    """One residual layer of graph attention, as `xrlflow.rl.encoder.Attention`."""
+    """One residual layer of graph attention, the same as `xrlflow.rl.encoder.Attention`."""
     (source, target), heads, width = ends, config.heads, config.width
     count = net.rows("x")
     spoken = net.linear(f"{name}.of_node", net.norm(f"{name}.before", nodes))
@@ -232,7 +238,7 @@ def _attention(net: _Builder, name: str, nodes: str, ends: tuple[str, str], conf
     of_edge = net.linear(f"{name}.of_edge", "edge_attr")
     scores = net("LeakyRelu", net("Add", net("Add", of_source, of_target), of_edge), alpha=0.2)
     weights, total = _softmax_by(net, scores, target, count, heads)
-    # Each head has its part of the width.
+    # Each head has an equal part of the width.
     by_head = net.constant([-1, heads, width // heads])
     flat = net.constant([-1, width])
     part = net("Unsqueeze", weights, net.constant([2]))

@@ -61,7 +61,9 @@ class AgentConfig:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> AgentConfig:
-        """Read what `to_json` wrote. Raises TypeError, KeyError or ValueError for anything else."""
+        """The configuration from the JSON value that `to_json` wrote. Raises TypeError, KeyError or ValueError for
+        anything else.
+        """
         return AgentConfig(EncoderConfig(**value["encoder"]))
 
 
@@ -144,7 +146,9 @@ def shapes(vocabulary: Vocabulary, config: AgentConfig) -> dict[str, tuple[int, 
 
 
 def _features() -> dict[str, int]:
-    """The feature widths of this version. An agent can only read the features that it was trained on."""
+    """The number of features of each kind in this version. An agent works only with the features with which it was
+    trained.
+    """
     return {
         "node": NODE_FEATURES,
         "edge": EDGE_FEATURES,
@@ -159,7 +163,9 @@ def _shown(value: object) -> str:
 
 
 def _from_checkpoint(checkpoint: Checkpoint) -> Parameters:
-    """Check and convert. Raises CheckpointError if the parts do not fit together or the feature widths differ."""
+    """Check a checkpoint and convert it. Raises CheckpointError if its parts do not fit together, or if the numbers of
+    features differ from this version's.
+    """
     config = checkpoint.config
     if config.get("features") != _features():
         raise CheckpointError(

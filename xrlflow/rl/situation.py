@@ -17,11 +17,13 @@ class Situation:
     candidates: tuple[Match, ...]
     cost: float  # modelled seconds of the state
     initial: float  # modelled seconds at the start of the episode
-    left: float = 1.0  # the remaining part of the horizon, from 1 to 0
+    left: float = 1.0  # the remaining fraction of the horizon, from 1 to 0
 
 
 def choices(state: RewriteState, visited: Collection[int] = ()) -> tuple[Match, ...]:
-    """One candidate for each resulting graph, without graphs whose fingerprint is in `visited`."""
+    """One candidate for each resulting graph, without candidates that lead to a graph whose fingerprint is in
+    `visited`.
+    """
     here = state.fingerprint
     fingerprints: set[int] = set()
     matches = []

@@ -1,4 +1,4 @@
-"""The states of a search. Each is created once, even if several paths lead to it, and has one greedy descent."""
+"""The states of a search. Each state is created once, even if several paths lead to it, and has one greedy descent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMALL = 32
 
 
 class LimitReached(Exception):
-    """The limits are reached."""
+    """The search has reached its limits."""
 
 
 class States:
@@ -40,7 +40,7 @@ class States:
         self.improved_at = 0
 
     def result(self, seconds: float, interrupted: bool) -> SearchResult:
-        """The result, with the prices of the cost model that the caller passed."""
+        """The result of the search, with costs by the cost model that the caller passed."""
 
         def plain(node: SearchNode) -> SearchNode:
             return replace(node, state=replace(node.state, delta=self._delta))
@@ -49,7 +49,9 @@ class States:
         return SearchResult(plain(self.best), shortlist, self.expanded, self.generated, seconds, interrupted)
 
     def make(self, parent: SearchNode, match: Match) -> SearchNode | None:
-        """The successor, cached if it is known; None if it is too large. Raises LimitReached at the limits."""
+        """The successor of a state, from the cache if it was created before; None if it is too large. Raises
+        LimitReached at the limits.
+        """
         cached = self.reached.get((parent.state.fingerprint + match.shift) & FINGERPRINT_MASK)
         if cached is not None:
             return cached
@@ -60,7 +62,8 @@ class States:
         if state.graph.node_count + len(edit.added) - len(edit.removed) > self.most_nodes:
             return None
         assert state.delta is not None, "a state without prices has nothing to minimise"
-        # The edit also removes nodes that lose their last reader. These may have changed since the pricing.
+        # The edit also removes nodes that lose their last reader. Which nodes these are may have changed since the
+        # match's delta was computed.
         cost = parent.cost + float(state.delta(state.graph, edit))
         successor = state.apply(match, edit)
         self.expanded += 1
@@ -78,8 +81,9 @@ class States:
     def descend(self, node: SearchNode, back: float | None = None) -> SearchNode:
         """The end of the greedy descent from a state.
 
-        After a loss, the largest gain often comes from undoing it, directly or by another rule. So the descent avoids
-        states of other descents, and states with the same cost as the state before the loss (`back`).
+        After a substitution that loses, the largest gain often comes from undoing this substitution, directly or by
+        another rule. So the descent avoids states of other descents, and states with the same cost as the state before
+        the loss (`back`).
         """
         here = node.state.fingerprint
         if here in self.ends:

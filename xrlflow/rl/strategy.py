@@ -1,22 +1,23 @@
 """Search with a trained agent: `search="xrlflow"`.
 
 A plain rollout of the policy needs one network call per step. This search uses each call for several steps, and uses
-the cost model instead of the network where that is enough:
+the cost model instead of the network where the cost model is enough:
 
-- Descents. Greedy descent by modelled cost continues from every state reached, without network calls. The first descent
-  starts at the input, so the result is never worse than that of greedy search (if the limits let the descent finish).
-- Level steps. At the end of the first descent, every substitution of nearly no cost is tried, each followed by a
-  descent. This is cheaper than a network call.
+- Descents. From every state that the search reaches, a greedy descent by modelled cost continues, without network
+  calls. The first descent starts at the input, so the result is never worse than that of greedy search (if the limits
+  let the descent finish).
+- Level steps. At the end of the first descent, every substitution that changes the cost by nearly nothing is tried,
+  and a descent follows each. These trials take less time than a network call.
 - Perturbations. At the end of a descent, the agent chooses substitutions that are worth a loss. A descent follows each.
-  If a perturbation does not gain at once, further perturbations start from it. Perturbations are ordered by the
+  If a perturbation does not gain at once, further perturbations start from its result. Perturbations are ordered by the
   policy's probability along the path (as in Orseau et al., 2018, Single-Agent Policy Tree Search) and by their loss. So
   the search crosses valleys of several steps.
-- Rollouts. They start at the input and go in bursts: one network call applies all substitutions that are nearly as
+- Rollouts. They start at the input and run in bursts: one network call applies all substitutions that are nearly as
   probable as the likeliest one. The first rollout takes the likeliest actions; later ones sample.
 
-Candidates of one rule with the same context and price (mostly in different layers) form one perturbation. If it gains,
-the others are applied at once. A state is identified by its fingerprint, and none is expanded or evaluated twice. The
-network evaluates states in batches.
+Candidates of one rule with the same context and delta of the cost (mostly in different layers) form one perturbation.
+One of them is tried; if it gains, the other candidates are applied at once. A state is identified by its fingerprint,
+and no state is expanded or evaluated twice. The network evaluates states in batches.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ from xrlflow.search.result import Limits, SearchNode, SearchResult
 Obs = TypeVar("Obs")
 ObsIn = TypeVar("ObsIn", contravariant=True)
 
-# The maximum of nodes of a match that `alike` compares.
+# The maximum number of nodes of a match that `alike` compares.
 _SHOWN = 16
-# A rule that lost may gain when applied again: up to this depth of perturbations, and for this many nats each time.
+# A rule whose first substitution loses may gain when it is applied again. Repetitions are tried up to the first number
+# as the depth of perturbations, and each adds the second number to the nats of the perturbation.
 _REPEATS, _AGAIN = 5, 1.5
 # The search ends after this many rollouts in a row that find nothing new.
 _IDLE = 4
@@ -66,20 +68,21 @@ class StrategyConfig:
     perturbations: int = 8  # perturbations between two network calls
     rollouts: int = 1  # rollouts that run in parallel
     burst: float = 0.5
-    """A burst also applies candidates whose probability is at least this part of the likeliest one's."""
-    temperature: float = 1.0  # of rollouts that sample
+    """A burst also applies candidates whose probability is at least this fraction of the largest probability."""
+    temperature: float = 1.0  # temperature of rollouts that sample
     caution: float = 0.3
-    """The part of a perturbation's probability that prefers small losses instead of following the policy."""
-    rise: float = 8.0  # the nats that a loss of the whole initial cost adds
+    """The share of a perturbation's probability that prefers small losses instead of following the policy."""
+    rise: float = 8.0  # the nats by which a loss of the whole initial cost lowers this share
     twins: float = 2.0  # the n-th state of the same size and cost gets `twins` * log(n) nats more
     elsewhere: float = 0.2
-    """The factor on the probability of candidates that existed before the last perturbation. They are independent of it
-    and could have come first."""
-    level: float = 0.005  # level steps try losses of up to this part of the initial cost
+    """The factor on the probability of candidates that existed before the last perturbation. Such candidates are
+    independent of the perturbation and could have come first.
+    """
+    level: float = 0.005  # level steps try losses of up to this fraction of the initial cost
     horizon: int = 100  # the greatest number of steps of a rollout
     patience: int | None = 100
-    """The search ends after this many expanded states without an improvement; None: only at the limits."""
-    growth: float = 2.0  # graphs with more than this many times the operators of the input are dropped
+    """The search ends after this many expanded states without an improvement. None: it ends only at the limits."""
+    growth: float = 2.0  # graphs that have more than this many times the operators of the input are dropped
 
 
 Group = tuple[object, ...]
@@ -87,7 +90,7 @@ Group = tuple[object, ...]
 
 @dataclass(slots=True, eq=False)
 class _Evaluated:
-    """An evaluated state: its C choices, and the log-probabilities [C + 1] of these and No-Op.
+    """An evaluated state: its C candidates (choices), and the log-probabilities [C + 1] of these and No-Op.
 
     `group` [C] is the group of each choice; choices of one group are equal in different places. `groups` lists the
     members of each group, the likeliest first.
@@ -102,7 +105,9 @@ class _Evaluated:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A state that waits for its evaluation. `before`: the state where the perturbation began that led to it."""
+    """A state that waits for its evaluation. `before`: the state from which the perturbation that led to this state
+    started.
+    """
 
     node: SearchNode
     nats: float
@@ -122,8 +127,9 @@ class _Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Perturbation:
-    """Equal substitutions in different places, of which one is tried. `nats`: the order in the queue; fewer come
-    first."""
+    """Equal substitutions in different parts of the graph, of which one is tried. `nats`: the order in the queue;
+    perturbations with fewer nats come first.
+    """
 
     node: SearchNode
     alike: tuple[Match, ...]
@@ -140,7 +146,7 @@ def agent_search(
     config: StrategyConfig = StrategyConfig(),
     seed: int = 0,
 ) -> SearchResult:
-    """Search with a policy. `observe`, such as a featuriser, computes its observations.
+    """Search with a policy. `observe`, such as a featuriser, computes the observations for the policy.
 
     The candidates of `state` have the cost model's deltas; `cost` is the modelled cost of its graph in seconds.
     `limits.budget` counts expanded states. The same seed gives the same result unless the deadline ends the search.
@@ -157,7 +163,7 @@ def agent_search(
 
 
 class PolicyError(RuntimeError):
-    """A policy returned NaN, or the wrong count of log-probabilities for its observations."""
+    """A policy returned NaN, or a wrong number of log-probabilities for its observations."""
 
 
 class _Search(States, Generic[Obs]):
@@ -180,7 +186,8 @@ class _Search(States, Generic[Obs]):
         self.pending: list[tuple[float, int, _Pending]] = []
         self.perturbations: list[tuple[float, int, _Perturbation]] = []
         self.queued: set[int] = set()
-        # Counts states of one size and cost. Mostly these are the same substitutions in other places, or detours back.
+        # Counts states of one size and cost. Mostly these result from the same substitutions in other parts of the
+        # graph, or from detours back to an earlier state.
         self.twins: Counter[tuple[int, float]] = Counter()
         self.numbers = 0
         self.evaluated = 0
@@ -219,7 +226,7 @@ class _Search(States, Generic[Obs]):
                 and self.perturbations[0][0] < self.pending[0][0]
                 and len(self.perturbations) >= config.perturbations
             ):
-                break  # enough perturbations in the queue are likelier
+                break  # the queue has enough perturbations that are likelier
             pending = heapq.heappop(self.pending)[2]
             arrived.append(pending)
             if pending.node.state.fingerprint not in self.evaluated_states:
@@ -241,7 +248,7 @@ class _Search(States, Generic[Obs]):
     # --- the network ---
 
     def evaluate(self, states: Sequence[SearchNode]) -> None:
-        """Ask the policy about states, in batches."""
+        """Evaluate states with the policy, in batches."""
         size = self.config.batch
         for start in range(0, len(states), size):
             if self.limits.over(self.expanded, self.best.cost):
@@ -336,8 +343,9 @@ class _Search(States, Generic[Obs]):
         heapq.heappush(self.perturbations, (perturbation.nats, self.numbers, perturbation))
 
     def perturb(self, perturbation: _Perturbation) -> bool:
-        """Apply one of a perturbation's substitutions and descend. If that gains, apply the others. False if the state
-        is known."""
+        """Apply one of a perturbation's substitutions and descend. If that gains, apply its other substitutions.
+        Returns False if the state was reached before.
+        """
         base, best = perturbation.node, self.best
         here = base.state.fingerprint
         # A rollout may have reached the state before, but rollouts queue no perturbations.
@@ -359,8 +367,9 @@ class _Search(States, Generic[Obs]):
         return True
 
     def repeat(self, perturbation: _Perturbation, match: Match, perturbed: SearchNode) -> None:
-        """Queue the same rule again: one perturbation of candidates that were in the last perturbation, one of all
-        others."""
+        """Queue the same rule again: one perturbation of the candidates that were in the last perturbation, and one of
+        all other candidates of the rule.
+        """
         again = sorted(
             (m for m in perturbed.state.candidates if m.rule is match.rule), key=lambda m: (m.delta, m.key)
         )
@@ -372,7 +381,7 @@ class _Search(States, Generic[Obs]):
                 )
 
     def spread(self, alike: Sequence[Match], node: SearchNode) -> None:
-        """Apply the other substitutions of a perturbation that gained, each only if it gains too."""
+        """Apply the other substitutions of a perturbation that gained, but each only if it gains too."""
         for other in alike:
             match = node.state.find(other.key)
             if match is None:
@@ -385,7 +394,7 @@ class _Search(States, Generic[Obs]):
     # --- rollouts ---
 
     def advance(self, rollout: _Rollout) -> bool:
-        """Make one burst of a rollout. False if the rollout is over."""
+        """Make one burst of a rollout. Returns False if the rollout is over."""
         evaluated = self.evaluated_states[rollout.at.state.fingerprint]
         if not evaluated.choices or rollout.steps >= self.config.horizon:
             return False
@@ -425,9 +434,9 @@ class _Search(States, Generic[Obs]):
 
 
 def alike(graph: Graph, match: Match, cost: float) -> Group:
-    """A key that is equal for the same substitution in different places of a graph.
+    """A key that is equal for the same substitution in different parts of a graph.
 
-    It consists of the rule, its price, the matched nodes, and the operators around them.
+    The key consists of the rule, the delta of the cost, the matched nodes, and the operators around them.
     """
     producers = graph.producers
     around: list[object] = []

@@ -1,8 +1,9 @@
 """X-RLflow's agent as in its paper (He et al., 2023, section 3), for comparison.
 
-Every successor graph is built and encoded, and so is the current graph, which stands for No-Op: C + 1 graphs per
-decision instead of one. The only feature of a node is its operator, that of an edge the shape of its tensor. Nothing
-marks what a candidate changed. The environment, PPO and the search are the same as for `agent.Agent`.
+Every successor graph is built and encoded, and also the current graph, which represents No-Op: C + 1 graphs per
+decision instead of one. The only feature of a node is its operator, and the only feature of an edge is the shape of
+its tensor. Nothing marks what a candidate changed. The environment, PPO and the search are the same as for
+`agent.Agent`.
 
     observe = SuccessorFeaturiser(featuriser)
     env, policy = RewriteEnv(problems, observe), SuccessorAgent(featuriser.vocabulary)
@@ -52,7 +53,7 @@ class SuccessorData(Data):  # type: ignore[misc]
 
 
 class SuccessorFeaturiser:
-    """Makes `SuccessorData`. A featuriser caches the arrays of nodes that several graphs share."""
+    """Computes `SuccessorData`. It caches the arrays of nodes that several graphs share."""
 
     def __init__(self, featuriser: Featuriser) -> None:
         self.featuriser = featuriser
@@ -100,7 +101,7 @@ class SuccessorAgent(nn.Module):
     ) -> None:
         super().__init__()
         self.vocabulary = vocabulary
-        self.operator = nn.Embedding(len(vocabulary.operators) + 1, width)  # of one-hot vectors
+        self.operator = nn.Embedding(len(vocabulary.operators) + 1, width)  # a product with one-hot vectors
         self.edge_to_node = nn.Linear(width + _DIMS, width)
         self.layers = nn.ModuleList(GATConv(width, width) for _ in range(layers))
         self.sum = SumAggregation()
@@ -109,7 +110,7 @@ class SuccessorAgent(nn.Module):
         self.critic = _head(graph_width, 1.0)
 
     def evaluate(self, observations: Sequence[SuccessorData]) -> tuple[SegmentCategorical, Tensor]:
-        """For each of B observations: the distribution over its candidates, then No-Op, and its value [B]."""
+        """For each of B observations: the distribution over its candidates and, last, No-Op; and its value [B]."""
         counts = torch.cat([o.graphs for o in observations])
         ends = counts.cumsum(0)
         embedded = self._encode(observations, int(ends[-1]))

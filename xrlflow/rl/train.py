@@ -1,8 +1,9 @@
-"""Training: workers play episodes, the agent learns from them and is evaluated, and files store the state of the run.
+"""Training: workers play episodes, the agent learns from them and is evaluated, and files store the state of the
+training run.
 
 An iteration depends only on its number, the parameters, and the states of the optimizer and the generator. Workers get
-a seed derived from the number and play whole episodes. So a run that is killed and resumed gives the same agent as an
-uninterrupted one.
+a seed derived from the number and play whole episodes. So a run that is killed and resumed gives the same agent as a
+run without interruption.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ KIND = "training"
 
 
 def _ppo() -> PPOConfig:
-    # An episode that halves the cost returns 50. The scale brings values to about 1 and gains of 1% to 0.05. The
-    # learning rate is twice the paper's, because minibatches are four times as large and the network is smaller.
+    # An episode that halves the cost returns 50. The scale turns such returns into about 1, and gains of 1% into 0.05.
+    # The learning rate is twice the paper's, because minibatches are four times as large and the network is smaller.
     return PPOConfig(learning_rate=1e-3, epochs=3, minibatch=64, reward_scale=0.05)
 
 
@@ -70,13 +71,13 @@ class TrainConfig:
     iterations: int = 200
     # Environment steps of an iteration, summed over all workers. Unfinished episodes are played to their end.
     steps: int = 2048
-    # Processes that play episodes; 0: this process plays.
+    # How many processes play episodes; 0: this process plays them.
     workers: int = 2
-    # Episodes that each worker plays in one batch.
+    # How many episodes each worker plays in one batch.
     environments: int = 16
     seed: int = 0
     evaluate_every: int = 10
-    # With FINAL, agents soon learn to stop where every step is a loss, and so cross fewer valleys.
+    # With FINAL, agents soon learn to stop when every step is a loss, and so they cross fewer valleys.
     objective: Objective = Objective.BEST
     ppo: PPOConfig = field(default_factory=_ppo)
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -111,7 +112,9 @@ class Score:
 
     @property
     def figures(self) -> dict[str, float]:
-        """For a log: the gain, and the part of the modelled seconds that is saved, in the mean over the problems."""
+        """Figures for a log: the gain, and the fraction of the modelled seconds that is saved, averaged over the
+        problems.
+        """
         saved = math.fsum(1 - 1 / o.gain for o in self.outcomes) / max(len(self.outcomes), 1)
         return {"evaluation/gain": self.gain, "evaluation/saved": saved}
 
@@ -160,7 +163,7 @@ class Trainer:
         config, begin = self.config, time.perf_counter()
         episodes = self._collect()
         collected = time.perf_counter()
-        rollout = Rollout.of(episodes, config.ppo)  # the workers keep the observations
+        rollout = Rollout.of(episodes, config.ppo)  # the observations stay in the workers
         progress = self.iteration / config.iterations
         stats = update(
             self.agent, self.optimizer, rollout, config.ppo, self.generator, progress, self._differentiate
@@ -206,7 +209,8 @@ class Trainer:
         return dict(figures)
 
     def evaluate(self) -> Score:
-        """Play the held-out problems, or those of training if none are held out. The workers share them."""
+        """Play the held-out problems, or the training problems if none are held out. Each worker plays a part of
+        them."""
         parameters = parameters_of(self.agent)
         for index, worker in enumerate(self.workers):
             worker.begin(Evaluate(parameters, index, len(self.workers)))
@@ -287,7 +291,8 @@ def _scalars(
     }
 
 
-# Receives the scalars of an iteration, with "evaluation/gain" if there was an evaluation, and the iteration.
+# A function that receives the scalars of an iteration (with "evaluation/gain" if there was an evaluation) and the
+# number of the iteration.
 Progress = Callable[[Mapping[str, float], int], None]
 
 
@@ -310,16 +315,17 @@ def train(
     about: Mapping[str, Any] | None = None,
     factory: WorkerFactory | None = None,
 ) -> Trained:
-    """Train an agent. Writes it to `output` whenever its evaluation is better than all before.
+    """Train an agent. Writes the agent to `output` whenever its evaluation is better than all before.
 
     `make` creates the problems, once in each worker. Training starts from the agent `start`, or from a random one.
     After each iteration, the state of the run is saved to `state_path(output)`; with `resume`, a stopped run continues
     from it. The run ends after `config.iterations`, at `deadline` (time.monotonic) or on Ctrl-C, and returns the best
     agent so far. `log(first)` creates the logs, given the first iteration. `about` is stored in the agent's file.
-    `factory` starts the workers, by default in processes of this machine; the agent does not depend on it.
+    `factory` starts the workers, by default in processes of this machine; the resulting agent does not depend on the
+    factory.
 
-    Raises CheckpointError if the state is of another run or `output` cannot be written, TrainingError if a loss is
-    not finite, WorkerError if a worker fails.
+    Raises CheckpointError if the state is of another run or `output` cannot be written, TrainingError if a loss is not
+    finite, WorkerError if a worker fails.
     """
     agent = _first_agent(vocabulary, config, start)
     interrupted = False
@@ -341,7 +347,7 @@ def train(
                     run.iterate(logs)
         except KeyboardInterrupt:  # the files hold the state of the last iteration and the best agent
             interrupted = True
-        except NoTimeLeft:  # prices took too long in the last iteration: the best agent so far is the result
+        except NoTimeLeft:  # costs took too long in the last iteration: the best agent so far is the result
             pass
     return Trained(run.best, run.score, trainer.iteration, trainer.steps, trainer.seconds, interrupted)
 
@@ -362,7 +368,7 @@ class _Run:
             self.best, self.score = self._trainer.resume(load_checkpoint(self._state, KIND))
 
     def begin(self, logs: Logs) -> None:
-        """Evaluate and save the first agent of the run, unless an earlier run did."""
+        """Evaluate and save the first agent of the run, unless an earlier run did so."""
         if not self.score.outcomes:
             self.score = self._trainer.evaluate()
             logs.scalars(_evaluated(self.score), self._trainer.iteration)
@@ -457,7 +463,7 @@ def fine_tune(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FixedTask:
-    """Returns its task. Handlers of workers need a function that creates one."""
+    """A function that returns a given task: handlers of workers need a function that creates their task."""
 
     task: Task
 

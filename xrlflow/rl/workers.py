@@ -1,9 +1,9 @@
 """Workers that play episodes and compute gradients, in this process, in others, or on a cluster.
 
-A request contains everything that its episodes depend on (parameters and seed). So it gives the same episodes whatever
-came before, and a run with the same seed and number of workers is repeatable, wherever they are. Observations are
-large, so a worker keeps those of its episodes and sends gradients. The size of its messages does not depend on the
-graphs. A worker that is lost is replaced, and the new one repeats the last episodes.
+A request contains everything on which its episodes depend (parameters and seed). So it gives the same episodes
+whatever came before, and a run with the same seed and number of workers is repeatable on any machines. Observations
+are large, so a worker holds the observations of its episodes and sends only gradients. The size of its messages does
+not depend on the graphs. A worker that is lost is replaced, and the new worker repeats the last episodes.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ class Objective(Enum):
     FINAL = "final"  # the last graph; the reward of a step is that of the environment
     BEST = "best"
     """The cheapest graph of the episode, as a search returns it. The reward of a step is its improvement over the best
-    so far; a loss has reward 0."""
+    graph so far; a step that loses has reward 0.
+    """
 
 
-# Creates the task in the worker's process. It is pickled and sent there, so it is a module's function or an object.
-# Observations must use the numbers of the vocabulary.
+# Creates the task in the worker's process. The function is pickled and sent to that process, so it is a function of a
+# module, or an object with `__call__`. Observations must use the numbers of the vocabulary.
 MakeTask = Callable[[Vocabulary], Task]
 
 
@@ -91,7 +92,9 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Differentiate:
-    """Differentiate the loss on steps [S] of the last Collect, numbered through its episodes, with advantages [S]."""
+    """Differentiate the loss on the steps `steps` [S] of the last Collect, which are numbered through all its
+    episodes, with the advantages [S].
+    """
 
     parameters: Parameters
     steps: npt.NDArray[np.int64]
@@ -115,13 +118,13 @@ class Outcome:
 
     problem: str
     initial: float  # modelled seconds of its first graph
-    best: float  # of its cheapest graph
-    final: float  # of its last graph
+    best: float  # modelled seconds of its graph of least cost
+    final: float  # modelled seconds of its last graph
     steps: int
 
     @property
     def gain(self) -> float:
-        """The modelled seconds of the first graph divided by those of the best."""
+        """The modelled seconds of the first graph divided by those of the best graph."""
         return self.initial / self.best if self.best > 0 else 1.0
 
     @staticmethod
@@ -133,7 +136,7 @@ Episodes = list[Episode[Observation]]
 
 
 class _Episodes:
-    """An environment that draws a problem for each episode and builds only that one."""
+    """An environment that draws a problem for each episode and builds only this problem."""
 
     def __init__(self, task: Task, config: EnvConfig, objective: Objective) -> None:
         self.task = task
@@ -158,7 +161,7 @@ class _Episodes:
 
 
 class Player:
-    """Carries out requests, in any process."""
+    """Plays the episodes and computes the gradients that requests specify, in any process."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -176,7 +179,7 @@ class Player:
         return self.evaluate(request) if isinstance(request, Evaluate) else self.differentiate(request)
 
     def collect(self, request: Collect) -> Episodes:
-        self.rollout = None  # frees the old one first, because it may be large
+        self.rollout = None  # frees the old rollout first, because it may be large
         generator = torch.Generator().manual_seed(request.seed)
         episodes = collect(self.agent, self.environments, request.steps, generator)
         self.rollout = Rollout.of(episodes, self.setup.ppo)
@@ -237,7 +240,7 @@ def _player(setup: Setup) -> Player:
 
 
 class PlayingWorker:
-    """A worker that plays. If it is lost, it is replaced by one that does the same."""
+    """A worker that plays episodes. If it is lost, another worker replaces it and repeats its last request."""
 
     def __init__(self, setup: Setup, factory: WorkerFactory, name: str = "worker") -> None:
         self.name = name
@@ -248,7 +251,7 @@ class PlayingWorker:
         self.worker: Worker = factory.worker(self._make, name)
 
     def begin(self, request: Request) -> None:
-        """Give it a request. Raises WorkerError if it is lost again and again."""
+        """Send a request to the worker. Raises WorkerError if the worker is lost again and again."""
         self._request = request
         try:
             self.worker.begin(request)
@@ -289,7 +292,9 @@ class PlayingWorker:
         raise WorkerError(f"{self.name} was lost {ATTEMPTS} times over one task")
 
     def _replace(self, lost: WorkerLost) -> None:
-        """Start another worker, and repeat the last request. For a gradient, it first plays the episodes again."""
+        """Start another worker, and repeat the last request. For a gradient, the new worker first plays the episodes
+        again.
+        """
         for _ in range(ATTEMPTS):
             self.worker.close()
             self.worker = self._factory.worker(self._make, self.name)
@@ -306,7 +311,9 @@ class PlayingWorker:
 
 
 def make_workers(setup: Setup, workers: int, factory: WorkerFactory | None = None) -> list[PlayingWorker]:
-    """Start this number of workers; 0 gives one in this process. `factory`: by default processes of this machine."""
+    """Start this number of workers; 0 gives one worker in this process. `factory`: starts the workers, by default as
+    processes of this machine.
+    """
     where = InProcess() if workers == 0 else factory if factory is not None else Processes()
     started: list[PlayingWorker] = []
     try:

@@ -1,1 +1,1 @@
-"""RLFlow's world model: it learns what substitutions change, and an agent trains inside it."""
+"""RLFlow's world model: it learns to predict what substitutions change, and an agent trains on its predictions."""

@@ -16,9 +16,10 @@ from xrlflow.rl.world_model.learning import Learner
 
 HORIZONS = (1, 5, 10, 20)
 TEMPERATURES = (0.0, 0.1, 0.5, 1.0, 2.0, 3.0)
-# For a log during training: the number of episodes, and the imagined steps after which temperatures are compared.
+# For a log during training: the number of episodes that are followed, and the number of imagined steps after which
+# temperatures are compared.
 _WATCHED, _DIVERGED = 8, 5
-# The number of dreams whose mean is `promised`.
+# The number of dreams over which `promised` takes the mean.
 _DREAMS = 32
 
 
@@ -28,10 +29,10 @@ class Errors:
 
     horizon: int
     temperature: float
-    saving: float  # of the sum of the savings, as a part of the initial cost
-    masks: float  # the F1 of the rules that have candidates
+    saving: float  # error of the sum of the savings, as a fraction of the initial cost
+    masks: float  # the F1 score of the predicted set of rules that have candidates
     latent: float  # the root mean squared distance of the latents
-    episodes: int  # how many episodes the errors are of
+    episodes: int  # the number of episodes over which the errors are computed
 
 
 def errors(
@@ -41,7 +42,7 @@ def errors(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[Errors]:
-    """Follow real episodes in the world model, with the real actions, from their first states.
+    """The errors of the world model when it predicts real episodes from their first states and their real actions.
 
     Actions are passed as their real vectors, so the errors are those of the dynamics alone.
     """
@@ -77,8 +78,9 @@ def errors(
 
 
 def promised(learner: Learner, plays: Sequence[Play], seed: int = 0) -> float:
-    """The part of the initial cost that the agent saves in dreams: the mean over dreams that begin, in turn, at the
-    first states of these plays."""
+    """The fraction of the initial cost that the agent saves in dreams: the mean over dreams that begin at the first
+    states of these plays, cyclically.
+    """
     firsts = [play.observations[0] for play in plays if play.observations[0].candidates]
     with torch.no_grad():
         starts, _ = learner.embed([firsts[i % len(firsts)] for i in range(_DREAMS)])
@@ -90,7 +92,7 @@ def promised(learner: Learner, plays: Sequence[Play], seed: int = 0) -> float:
 
 
 def figures(learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
-    """For a log: the errors of a world model on plays that it has not learned from yet."""
+    """Figures for a log: the errors of a world model on plays from which it has not learned yet."""
     plays = plays[:_WATCHED]
     values: dict[str, float] = {}
     for temperature in TEMPERATURES:
@@ -106,7 +108,9 @@ def figures(learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Watching:
-    """Adds the errors on each round's plays to the log of a training, and keeps the plays of the latest round."""
+    """Adds the errors on the plays of each round to the log of a training run, and stores the plays of the latest
+    round.
+    """
 
     plays: list[Play] = field(default_factory=list)
 
@@ -115,7 +119,7 @@ class Watching:
         return figures(learner, plays)
 
     def promised(self, learner: Learner) -> float:
-        """See `promised`, on the latest plays."""
+        """See the function `promised`, applied to the latest plays."""
         return promised(learner, self.plays)
 
 

@@ -1,8 +1,8 @@
 """Episodes inside the world model: an agent trains in them by PPO and never calls the engine.
 
-A dream begins at the latent of a real state. The world model predicts its candidates, what each step saves, and the
-next latent. Only the agent's heads learn (scores, No-Op, value); its encoder belongs to the world model and stays the
-same.
+A dream begins at the latent of a real state. The world model predicts the candidates of each imagined state, the
+saving of each step, and the next latent. Only the agent's heads learn (scores, No-Op, value); its encoder belongs to
+the world model and stays the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from xrlflow.rl.world_model.experience import SCALE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imagined:
-    """One imagined state with n candidates, as in `Embedded`."""
+    """One imagined state with n candidates; the fields are those of `Embedded`."""
 
     graph: Tensor  # [width]
     candidates: Tensor  # [n, width]
@@ -81,8 +81,9 @@ def dream(
     temperature: float,
     generator: torch.Generator,
 ) -> list[Episode[Imagined]]:
-    """One episode from each of B real states. Rewards are the savings over the best so far, as with `Objective.BEST`;
-    an episode ends with No-Op, in a state without candidates, or at the horizon."""
+    """Play one dream from each of B real states. Rewards are the savings relative to the best state so far, as with
+    `Objective.BEST`. A dream ends with No-Op, in a state without candidates, or at the horizon.
+    """
     heads = Heads(agent)
     count = starts.graphs.shape[0]
     with torch.no_grad():
@@ -152,7 +153,7 @@ def _act(
 
 
 def tell(embedded: Embedded, costs: Sequence[float], remaining: float) -> None:
-    """Write into the globals of dreams their relative cost, and the remaining part of the horizon."""
+    """Write the relative costs of dreams, and the remaining fraction of the horizon, into their global features."""
     relative = torch.tensor(costs)
     change = relative - 1
     embedded.globals[:, 0] = relative
@@ -171,8 +172,10 @@ def train_in_dreams(
     generator: torch.Generator,
     deadline: float = math.inf,
 ) -> list[Stats]:
-    """Update the agent's heads by PPO once for each batch of starts, which is embedded just before. After `deadline`
-    (time.monotonic) no further update begins, except the first. Raises TrainingError as `ppo.update` does."""
+    """Update the agent's heads by PPO, once for each batch of start states. A batch is embedded just before its
+    update. After `deadline` (time.monotonic) no further update begins, except the first. Raises TrainingError as
+    `ppo.update` does.
+    """
     heads = Heads(agent)
     optimizer = config.optimizer(heads)
     stats: list[Stats] = []

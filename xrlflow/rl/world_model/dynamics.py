@@ -1,10 +1,11 @@
 """The world model: the transition dynamics of rewriting, learned in the agent's latent space.
 
-RLFlow (Parker, Alabed, Yoneki, 2022) and World Models (Ha and Schmidhuber, 2018): the latent z of a state is the output
-of the agent's encoder for its graph and candidates. An MDN-RNN predicts the next latent as a mixture of Gaussians, and
-what the step saves. From a latent, a decoder predicts which rules have candidates, how many, their mean vector and
-price, so that an imagined state needs no engine. The encoder learns through the decoder and the savings. The latents
-that the mixture has to predict are constants in its loss, or the encoder would learn to make them all equal.
+RLFlow (Parker, Alabed, Yoneki, 2022) and World Models (Ha and Schmidhuber, 2018): the latent z of a state is the
+output of the agent's encoder for its graph and candidates. A recurrent network (MDN-RNN) predicts the next latent as a
+mixture of Gaussians, and the saving of the step. From a latent, a decoder predicts which rules have candidates, the
+number of these, their mean vector and the delta of the best, so that an imagined state needs no engine. The encoder
+learns through the decoder and the savings. The latents that the mixture has to predict are constants in its loss;
+otherwise the encoder would learn to make all latents equal.
 
 With one mixture component and temperature 0, latents are deterministic (as in MuZero, Schrittwieser et al., 2020).
 """
@@ -27,7 +28,7 @@ from xrlflow.rl.features import GLOBAL_FEATURES
 _NARROW, _WIDE = -5.0, 1.0
 # The maximum of imagined candidates of a rule.
 _MANY = 1e5
-# For a rule that training never saw: the logit of having candidates.
+# For a rule that did not occur in training: the logit of having candidates.
 _UNKNOWN = -4.0
 
 
@@ -56,7 +57,7 @@ class Offers:
 
     present: Tensor  # [B, R]: logits of having a candidate
     often: Tensor  # [B, R]: log(1 + number of candidates)
-    delta: Tensor  # [B, R]: squashed price of the best candidate
+    delta: Tensor  # [B, R]: squashed modelled delta of the best candidate
     hidden: Tensor
     """[B, hidden]: the input of `World.vectors`, which computes the mean vector of a rule's candidates on demand."""
     globals: Tensor  # [B, GLOBAL_FEATURES]
@@ -69,21 +70,21 @@ class Forecast:
     logits: Tensor  # [B, K]
     means: Tensor  # [B, K, latent]
     deviations: Tensor  # [B, K, latent]: logarithms of standard deviations
-    saving: Tensor  # [B]: the part of the initial cost that the step saves, scaled as rewards are
+    saving: Tensor  # [B]: the fraction of the initial cost that the step saves, scaled like rewards
     end: Tensor  # [B]: logits of the end of the episode
 
     def log_likelihood(self, latents: Tensor) -> Tensor:
-        """The log-likelihood of these next latents [B, latent], per dimension [B]."""
+        """The log-likelihood [B] of these next latents [B, latent], divided by the number of dimensions."""
         scaled = (latents.unsqueeze(1) - self.means) / self.deviations.exp()
         gauss = -0.5 * scaled.square() - self.deviations - 0.5 * math.log(2 * math.pi)
         total = torch.logsumexp(torch.log_softmax(self.logits, 1) + gauss.sum(2), 1)
         return total / latents.shape[1]
 
     def sample(self, temperature: float, generator: torch.Generator | None = None) -> Tensor:
-        """Draw the next latents [B, latent]. At temperature 0 they are the means of the likeliest Gaussians.
+        """Draw the next latents [B, latent]. At temperature 0 the results are the means of the likeliest Gaussians.
 
-        Otherwise the temperature divides the logits, and its root multiplies the deviations (Ha and Schmidhuber,
-        section 4).
+        Otherwise the temperature divides the logits, and its square root multiplies the deviations (Ha and
+        Schmidhuber, section 4).
         """
         rows = torch.arange(len(self.logits))
         if temperature == 0:
@@ -104,13 +105,13 @@ class World(nn.Module):
         super().__init__()
         self.config = config
         width, hidden, latent = config.width, config.hidden, config.latent
-        # An action is the vector of its candidate, its price, and whether it is No-Op.
+        # An action is encoded as the vector of its candidate, the candidate's modelled delta, and 1 for No-Op.
         self.cell = nn.LSTMCell(latent + width + 1, hidden)
         self.mixture = nn.Linear(hidden, config.mixtures * (1 + 2 * latent))
         self.saving = orthogonal(nn.Linear(hidden + 1, 1), 0.1)
         self.end = orthogonal(nn.Linear(hidden, 1), 0.1)
         self.read = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
-        # For each rule: the logit of having candidates, their number, the price of the best.
+        # For each rule: the logit of having candidates, their number, and the delta of the best candidate.
         self.offer = nn.Linear(hidden, 3 * config.rules)
         self.globals = nn.Linear(hidden, GLOBAL_FEATURES)
         self.rule = nn.Embedding(config.rules, width)
@@ -119,7 +120,8 @@ class World(nn.Module):
 
     @staticmethod
     def of(config: WorldConfig, tensors: Mapping[str, Tensor]) -> World:
-        """A world model with the parameters `tensors`. It predicts no candidates of rules that are missing in them."""
+        """A world model with the parameters `tensors`. It predicts no candidates for rules that these parameters
+        lack."""
         world = World(config)
         wide = dict(tensors)
         for name in ("rule.weight", "offer.weight", "offer.bias"):
@@ -138,7 +140,8 @@ class World(nn.Module):
         self, latents: Tensor, actions: Tensor, deltas: Tensor, memory: Memory
     ) -> tuple[Forecast, Memory]:
         """Predict B steps from latents [B, latent], vectors of the chosen candidates [B, width] and their squashed
-        prices [B]."""
+        modelled deltas [B].
+        """
         price = deltas.unsqueeze(1)
         h, c = self.cell(torch.cat([latents, actions, price], 1), memory)
         count, latent = self.config.mixtures, self.config.latent
@@ -162,10 +165,10 @@ class World(nn.Module):
         return vectors
 
     def imagined(self, latents: Tensor, offers: Offers, threshold: float = 0.5) -> tuple[Embedded, Tensor]:
-        """Imagined states as input for an agent, and the rule of each row.
+        """Imagined states as inputs of an agent, and the rule of each row of candidates.
 
-        A rule whose probability of having candidates is at least `threshold` is one row, which stands for as many
-        candidates as are expected.
+        A rule whose probability of having candidates is at least `threshold` has one row, which represents the
+        predicted number of candidates.
         """
         width = self.config.width
         owner, rule = torch.nonzero(torch.sigmoid(offers.present) >= threshold, as_tuple=True)
@@ -189,7 +192,7 @@ class Truth:
     often: Tensor
     delta: Tensor
     vectors: Tensor  # [B, R, width]: mean vectors of the candidates
-    globals: Tensor  # this and the others as in `Offers`
+    globals: Tensor  # this field and those without a comment are as in `Offers`
 
     @staticmethod
     def of(embedded: Embedded, rule: Tensor, rules: int) -> Truth:

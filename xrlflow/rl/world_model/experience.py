@@ -21,13 +21,13 @@ from xrlflow.rl.situation import Situation
 
 @dataclass(slots=True, eq=False)
 class Play:
-    """An episode of T steps. No-Op is not a step."""
+    """A real episode of T steps. No-Op is not a step."""
 
     problem: str
     observations: list[Observation] = field(default_factory=list)  # [T + 1]
     actions: list[int] = field(default_factory=list)  # [T]: numbers of candidates
     savings: list[float] = field(default_factory=list)
-    """[T]: the part of the initial cost that each step saves, times `SCALE`."""
+    """[T]: the fraction of the initial cost that each step saves, times `SCALE`."""
     ended: bool = False  # the last observation has no candidates
 
     def __len__(self) -> int:
@@ -35,9 +35,9 @@ class Play:
 
 
 EPISODES = EnvConfig(horizon=30)
-"""Short episodes, since the later parts of long ones are mostly repetitions."""
+"""Short episodes, since the later parts of long episodes are mostly repetitions."""
 SCALE = 5.0
-"""Savings are scaled as PPO scales rewards: saving the whole cost is 5."""
+"""The factor of savings, which is the one by which PPO scales rewards: a saving of the whole cost becomes 5."""
 
 
 def explore(
@@ -54,10 +54,10 @@ def explore(
     """Play episodes with at least `steps` steps in total. Actions are drawn from the agent's policy or, with
     probability `curious`, at random.
 
-    An episode lasts until the horizon, or until there are no candidates: where the agent would stop, it takes its
-    likeliest substitution, because the world model must learn what follows, too. At `deadline` (time.monotonic) the
-    running episode is cut short, but the first one has at least one step. Where a price raises NoTimeLeft, it is cut
-    before this step. Raises TrainingError if no graph has a candidate.
+    An episode lasts until the horizon, or until there are no candidates: when the agent would stop, its likeliest
+    substitution is applied instead, because the world model must learn what follows, too. At `deadline`
+    (time.monotonic) the running episode is cut short, but the first episode has at least one step. If the cost model
+    raises NoTimeLeft, the episode is cut before this step. Raises TrainingError if no graph has a candidate.
     """
     generator = torch.Generator().manual_seed(seed)
     rng = random.Random(seed)

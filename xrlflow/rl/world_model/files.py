@@ -1,4 +1,4 @@
-"""The files of a world model and its agent: the agent's as usual, the world model's next to it."""
+"""The files of a world model and its agent: the usual file for the agent, and next to it a file for the world model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Training the world model, and the loop of RLFlow: play a little, learn the dynamics, train in dreams, play again."""
+"""Training the world model, and the loop of RLFlow: play some episodes, learn the dynamics, train the agent in dreams,
+play again.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ def _ppo() -> PPOConfig:
 class LearningConfig:
     """The parameters of RLFlow's training."""
 
-    updates: int = 100  # in each round, on the plays so far
-    env: EnvConfig = EPISODES  # of the plays
+    updates: int = 100  # updates of the world model in each round, on the plays so far
+    env: EnvConfig = EPISODES  # the rules of the episodes that are played
     hidden: int = 256
     mixtures: int = 8
     chunk: int = 8  # successive steps of an episode in one sequence
@@ -44,10 +46,10 @@ class LearningConfig:
     learning_rate: float = 3e-3
     max_grad_norm: float = 5.0
     weights: Mapping[str, float] = field(default_factory=lambda: {"saving": 5.0, "likelihood": 0.2})
-    """Of the parts of the loss; the parts that are not named have 1."""
+    """The weights of the parts of the loss; parts that are not named have the weight 1."""
     encoder: bool = True  # whether the agent's encoder learns, too
-    dreams: int = 20  # PPO updates between two plays
-    starts: int = 32  # dreams of each PPO update
+    dreams: int = 20  # PPO updates of the agent in each round
+    starts: int = 32  # the number of dreams in each PPO update
     horizon: int = 30  # the greatest number of steps of a dream
     temperature: float = 0.5
     ppo: PPOConfig = field(default_factory=_ppo)
@@ -67,8 +69,9 @@ class Chunk:
 
 
 def chunks(plays: Sequence[Play], length: int, count: int, rng: np.random.Generator) -> list[Chunk]:
-    """Draw parts of plays; each step has the same probability of being the first of one. Raises TrainingError if there
-    is no step."""
+    """Draw chunks of plays; each step has the same probability of being the first of a chunk. Raises TrainingError if
+    there is no step.
+    """
     sizes = np.array([len(p) for p in plays])
     if not sizes.sum():
         raise TrainingError("there are no steps to learn from")
@@ -84,8 +87,8 @@ def chunks(plays: Sequence[Play], length: int, count: int, rng: np.random.Genera
 class Learner:
     """A world model and the agent whose encoder it shares, with their optimizer.
 
-    `world` is trained further; if it has fewer rules than the agent, the new ones are added. By default a new one is
-    created.
+    `world` is a world model to be trained further; if it has fewer rules than the agent, the new rules are added to
+    it. By default a new world model is created.
     """
 
     def __init__(
@@ -181,7 +184,9 @@ class Learner:
         return parts | {name: torch.cat(each).mean() for name, each in terms.items()}
 
     def start(self, plays: Sequence[Play]) -> Embedded:
-        """Embedded real states where the dreams of one PPO update begin: first states of episodes, and later ones."""
+        """Embedded real states with which the dreams of one PPO update begin: first states of episodes, and later
+        ones.
+        """
         observations = []
         for index in self.rng.integers(len(plays), size=self.config.starts).tolist():
             play = plays[index]
@@ -225,11 +230,11 @@ def train_world_model(
 ) -> list[Play]:
     """Train a world model on `steps` real steps, and the learner's agent inside it. Returns the plays.
 
-    In each round the agent plays its part of the steps, the world model learns from all plays so far, and the agent
-    trains in dreams. `progress(figures, round, learner)` is called after each round, and may end the training by
-    returning False. `watch(learner, plays)` computes further figures from a round's plays before they are learned from.
-    At `deadline` (time.monotonic) the running round is cut short, and is the last.
-    Raises TrainingError if no problem has a candidate, or if a loss is not finite.
+    In each round the agent plays an equal part of the steps, the world model learns from all plays so far, and the
+    agent trains in dreams. `progress(figures, round, learner)` is called after each round, and may end the training by
+    returning False. `watch(learner, plays)` computes further figures from the plays of a round before the world model
+    learns from them. At `deadline` (time.monotonic) the running round is cut short, and is the last round. Raises
+    TrainingError if no problem has a candidate, or if a loss is not finite.
     """
     config = learner.config
     plays: list[Play] = []
@@ -239,7 +244,7 @@ def train_world_model(
             config=config.env, deadline=deadline,
         )  # fmt: skip
         plays += new
-        if not plays:  # no price was computed in time
+        if not plays:  # no cost was computed in time
             break
         figures = {} if watch is None else dict(watch(learner, new))
         figures |= {f"world/{n}": x for n, x in learner.learn(plays, config.updates, deadline).items()}

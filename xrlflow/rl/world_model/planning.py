@@ -25,14 +25,16 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """The parameters of planning."""
+    """The parameters of planning with the world model."""
 
-    simulations: int = 32  # of one plan
+    simulations: int = 32  # simulations of one plan
     considered: int = 8  # actions of the root that are simulated
     depth: int = 12  # the greatest number of steps of a simulation
     visit: float = 50.0
     scale: float = 0.1
-    """`visit`, `scale`: how fast simulations outweigh the policy (50 and 0.1 in the paper's experiments)."""
+    """`visit` and `scale` decide how fast the results of simulations outweigh the policy (50 and 0.1 in the paper's
+    experiments).
+    """
     gamma: float = 0.99
 
 
@@ -76,9 +78,11 @@ class Planner:
         self.least, self.greatest = math.inf, -math.inf
 
     def plan(self, start: Embedded, noisy: bool = False) -> int:
-        """The number of the candidate to apply to a real state (B = 1); that of No-Op is one more than the last.
+        """The number of the candidate to apply to a real state (B = 1). The number of No-Op is one more than the last
+        candidate's.
 
-        `noisy`: draw an action as for an agent that learns from its plans; otherwise the best one is taken.
+        `noisy`: draw an action at random, as for an agent that learns from its plans; otherwise choose the best
+        action.
         """
         self.least, self.greatest = math.inf, -math.inf
         with torch.no_grad():
