@@ -1,4 +1,4 @@
-"""The graph IR: values, types, nodes, graphs, edits. Knows nothing of ONNX files or of rules."""
+"""The graph IR: values, types, nodes, graphs, edits. It depends neither on ONNX files nor on rules."""
 
 from xrlflow.ir import dims
 from xrlflow.ir.dims import Dim

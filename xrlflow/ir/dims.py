@@ -1,17 +1,17 @@
-"""Dimensions as formulas: exact arithmetic in a normal form, and decisions about all sizes at once.
+"""Dimensions as formulas: exact arithmetic in a normal form, and comparisons that hold for all sizes.
 
 A formula is a polynomial with integer coefficients over atoms: symbols (the inputs' dimensions), floor divisions,
-minima, and calls (functions of dimensions with unknown properties, like rounding in floating point). In a
-`TensorType` a formula is text: a symbol's own name ("batch"), or its normal form after a "=" ("=(samples + 159)//160").
-Equal texts are equal dimensions; `equal` and `at_least` decide the rest.
+minima, and calls (functions of dimensions with unknown properties, like rounding in floating point). In a `TensorType`
+a formula is text: a symbol's own name ("batch"), or its normal form after a "=" ("=(samples + 159)//160"). Dimensions
+with equal texts are equal; `equal` and `at_least` compare those with different texts.
 
-Every symbol stands for all sizes from 0 to LARGEST. A comparison is true only if it holds for all sizes at which both
+Every symbol stands for any size from 0 to LARGEST. A comparison is true only if it holds for all sizes at which both
 sides have a value (a division by 0 has none, because the operator that divides fails). Linear formulas with divisions
 and minima by numbers are decided exactly (Presburger arithmetic, by isl; S. Verdoolaege, 2010); products of symbols are
-treated as further symbols. What cannot be decided is not true.
+treated as further symbols. A comparison that cannot be decided counts as false.
 
-MOST_ATOMS and MOST_LEVELS limit the size of formulas, and decisions take bounded work. Otherwise each node of a model
-could double both.
+MOST_ATOMS and MOST_LEVELS limit the length of formulas, and the work of each decision is limited, too. Otherwise each
+node of a model could double both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_BITS = 256
 
 
 class FormulaTooLarge(ArithmeticError):
-    """A formula is too large to be useful."""
+    """A formula exceeds the limits of its length or nesting."""
 
 
 _MARK = "="
@@ -105,7 +105,8 @@ class Minimum:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A function of formulas and other calls, known only by name: the same name and arguments give the same number.
+    """A function of formulas and other calls, of which only the name is known: equal names and arguments give equal
+    numbers.
 
     Calls with the same text are equal: 0.0 and -0.0 differ, NaN and NaN do not.
     """
@@ -134,7 +135,9 @@ class Call:
 
 
 def _real(value: float) -> str:
-    """A floating-point number as text that can be read back. Numbers that are no literals in Python become strings."""
+    """A floating-point number as text that can be read back. Infinities and NaN, which are no literals in Python,
+    become strings.
+    """
     return repr(value) if math.isfinite(value) else repr(str(value))
 
 
@@ -147,7 +150,7 @@ Monomial = tuple[Atom, ...]
 class Formula:
     """The sum of `terms`: products of atoms with nonzero integer coefficients, in the order of their texts.
 
-    Arithmetic raises FormulaTooLarge if a limit above is exceeded.
+    Arithmetic raises FormulaTooLarge if a result exceeds MOST_ATOMS or MOST_LEVELS.
     """
 
     terms: tuple[tuple[Monomial, int], ...]
@@ -175,14 +178,14 @@ class Formula:
 
     @cached_property
     def number(self) -> int | None:
-        """The number that the formula is, or None if it has symbols."""
+        """The number that the formula equals, or None if it has symbols."""
         if not self.terms:
             return 0
         return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
 
     @cached_property
     def constant(self) -> int:
-        """The coefficient of 1."""
+        """The formula's constant term."""
         return next((factor for monomial, factor in self.terms if not monomial), 0)
 
     @cached_property
@@ -226,19 +229,21 @@ def symbol(name: str) -> Formula:
 
 
 def call(name: str, *arguments: Formula | Call | float) -> Formula:
-    """An unknown integer, identified by its name and arguments."""
+    """A formula for an integer that is known only as a function, by name, of its arguments."""
     return _atom(make_call(name, *arguments))
 
 
 def make_call(name: str, *arguments: Formula | Call | float) -> Call:
-    """An unknown number, perhaps not an integer, identified by its name and arguments. Raises FormulaTooLarge."""
+    """A number, perhaps not an integer, that is known only as a function, by name, of its arguments. Raises
+    FormulaTooLarge.
+    """
     result = Call(name, tuple(_bare(a) if isinstance(a, Formula) else a for a in arguments))
     _within_limits(result)
     return result
 
 
 def _bare(formula: Formula) -> Formula | Call:
-    """A formula that is just a call, as that call, so that both have one text."""
+    """The call, if the formula consists of just one call; else the formula. So equal arguments have one text."""
     if len(formula.terms) == 1 and formula.terms[0][1] == 1 and len(formula.terms[0][0]) == 1:
         only = formula.terms[0][0][0]
         return only if isinstance(only, Call) else formula
@@ -292,7 +297,7 @@ def _sum(terms: Iterable[tuple[Monomial, int]]) -> Formula:
 
 
 def floor_div(over: Formula | int, by: Formula | int) -> Formula:
-    """The largest integer that is at most `over` / `by`; it has no value where `by` is 0.
+    """The largest integer that is at most `over` / `by`. It has no value where `by` is 0.
 
     Raises ZeroDivisionError if `by` is the number 0.
     """
@@ -322,8 +327,9 @@ def modulo(over: Formula | int, by: Formula | int) -> Formula:
 
 
 def _divided(over: Formula, by: int) -> Formula:
-    """Floor division by a positive number."""
-    # floor((q d + r) / d) = q + floor(r / d), for each coefficient; rests of symbols are the least in magnitude.
+    """Floor division of a formula by a positive number."""
+    # floor((q d + r) / d) = q + floor(r / d), for each coefficient. Of the remainders r of symbols the least in
+    # magnitude are chosen.
     quotients: list[tuple[Monomial, int]] = []
     remainders: list[tuple[Monomial, int]] = []
     for monomial, factor in over.terms:
@@ -353,7 +359,9 @@ def _divided(over: Formula, by: int) -> Formula:
 
 
 def _cancelled(over: Formula, by: Formula) -> tuple[Formula, Formula]:
-    """Both, divided by the atoms and the number that all their terms share (these are not 0, as the divisor is not)."""
+    """Both formulas, divided by the number and the atoms that all their terms share. (The shared atoms are not 0 where
+    the divisor is not.)
+    """
     terms = (*over.terms, *by.terms)
     if not over.terms:
         return over, by
@@ -383,7 +391,7 @@ def _cancelled(over: Formula, by: Formula) -> tuple[Formula, Formula]:
 
 
 def _ratio(over: Formula, by: Formula) -> Formula | None:
-    """The formula whose product with `by` is `over`, if there is one: division of polynomials."""
+    """The formula whose product with `by` is `over`, if it exists, by polynomial division; else None."""
     order = sorted({atom.text for monomial, _ in (*over.terms, *by.terms) for atom in monomial})
 
     def degrees(term: tuple[Monomial, int]) -> tuple[int, ...]:
@@ -435,7 +443,7 @@ def _minimum_of(parts: tuple[Formula, ...]) -> Formula:
 
 
 def _only_minimum(formula: Formula) -> Minimum | None:
-    """The minimum, if the formula is just that."""
+    """The minimum, if the formula consists of just one minimum; else None."""
     if len(formula.terms) == 1 and formula.terms[0][1] == 1 and len(formula.terms[0][0]) == 1:
         only = formula.terms[0][0][0]
         return only if isinstance(only, Minimum) else None
@@ -452,7 +460,7 @@ _FAR = 2**256
 
 
 def bounds(formula: Formula) -> tuple[Bound, Bound]:
-    """Bounds that the formula never exceeds at any sizes; infinite if unknown."""
+    """A lower and an upper bound of the formula over all sizes; infinite if unknown."""
     low: Bound = 0
     high: Bound = 0
     for monomial, factor in formula.terms:
@@ -467,7 +475,7 @@ def bounds(formula: Formula) -> tuple[Bound, Bound]:
 
 
 def _near(low: Bound, high: Bound) -> tuple[Bound, Bound]:
-    """Bounds that are limited to what a float can hold, and not tighter than the given ones."""
+    """The bounds, made looser if necessary so that a float can hold them."""
     return (
         -_INFINITE if low < -_FAR else min(low, _FAR),
         _INFINITE if high > _FAR else max(high, -_FAR),
@@ -504,7 +512,7 @@ Evaluate = Callable[[str, Sequence["float"]], "float | None"]
 
 
 def evaluate(formula: Formula, numbers: Mapping[str, int], calls: Evaluate | None = None) -> int | None:
-    """The value of a formula, with numbers for its symbols. None if it has no value, or a number is missing."""
+    """The value of a formula, given numbers for its symbols. None if it has no value, or a number is missing."""
     total = 0
     for monomial, factor in formula.terms:
         term = factor
@@ -547,7 +555,7 @@ def symbols(formula: Formula) -> frozenset[str]:
 
 
 def atoms(formula: Formula) -> Iterator[Atom]:
-    """All atoms of a formula, including those inside others."""
+    """All atoms of a formula, including those inside other atoms."""
     for monomial, _ in formula.terms:
         for atom in monomial:
             yield from _with_inner(atom)
@@ -593,14 +601,14 @@ def not_less(a: Formula, b: Formula) -> bool:
 
 
 def entails(a: Formula, b: Formula, value: int) -> bool:
-    """Whether, at all sizes, `b` has the value whenever `a` has it."""
+    """Whether `b` has the value at all sizes at which `a` has it."""
     if a == b:
         return True
     return _never((a, b), f"{{0}} = {value} and {{1}} != {value}", lambda n: n[0] == value != n[1])
 
 
 def is_multiple(a: Formula, of: int) -> bool:
-    """Whether a formula is a multiple of a number, at all sizes at which it has a value."""
+    """Whether a formula is a multiple of a number, at all sizes at which the formula has a value."""
     if of == 0:
         return same(a, ZERO)
     try:
@@ -611,7 +619,9 @@ def is_multiple(a: Formula, of: int) -> bool:
 
 
 def fingerprint(of: Formula) -> tuple[int | None, ...]:
-    """Values at a few sizes. Equal formulas have the same; most unequal ones differ."""
+    """The values of a formula at a few sizes. They are the same for equal formulas, and differ for most unequal
+    ones.
+    """
     return tuple(evaluate(of, _SampleSizes(at), _sample_call(at)) for at in range(4))
 
 
@@ -635,14 +645,16 @@ def _sample_call(at: int) -> Evaluate:
     return lambda name, arguments: 1 + zlib.crc32(f"{at} {name} {arguments}".encode()) % 997
 
 
-# Sizes that quickly disprove most wrong comparisons. They never prove one.
+# Sizes at which most wrong comparisons fail, which is quick to compute. They never prove a comparison.
 _POINTS = tuple(
     (a, b) for a in (0, 1, 2, 3, 5, 12, 48, 481, 7919, LARGEST) for b in (0, 1, 11)
 )  # fmt: skip
 
 
 def _never(parts: tuple[Formula, ...], condition: str, holds: Callable[[Sequence[int]], bool]) -> bool:
-    """Whether no sizes fulfil a condition on formulas, given in isl's notation and as a function of their numbers."""
+    """Whether no sizes fulfil a condition on formulas. The condition is given in isl's notation, and as a function of
+    the formulas' numbers.
+    """
     if not any(isinstance(a, Call) for part in parts for a in atoms(part)):
         names = sorted(frozenset().union(*map(symbols, parts)))
         for base, step in _POINTS:
@@ -668,7 +680,9 @@ _hard_decisions_left = _HARD_DECISIONS
 
 
 def start_deciding() -> None:
-    """Reset the number of hard decisions, at the start of each model, so that it is read in bounded time."""
+    """Reset the number of hard decisions. Called at the start of each model, so that reading a model takes limited
+    time.
+    """
     global _hard_decisions_left
     _hard_decisions_left = _HARD_DECISIONS
 
@@ -690,7 +704,7 @@ def _decided_at_length(parts: tuple[Formula, ...], condition: str) -> bool | Non
 
 @lru_cache(maxsize=65536)
 def _decided(parts: tuple[Formula, ...], condition: str, operations: int) -> bool | None:
-    """Whether no sizes fulfil the condition; None if isl needs more operations."""
+    """Whether no sizes fulfil the condition; None if isl would need more operations."""
     problem = _Problem()
     try:
         terms = [problem.linear(part) for part in parts]
@@ -704,7 +718,7 @@ def _decided(parts: tuple[Formula, ...], condition: str, operations: int) -> boo
     context.set_on_error(islpy.on_error.CONTINUE)
     try:
         return bool(islpy.Set.read_from_str(context, text).is_empty())
-    except islpy.Error:  # too many operations
+    except islpy.Error:  # isl has reached the limit of operations
         return None
 
 
@@ -713,14 +727,16 @@ class _TooLarge(Exception):
 
 
 class _Problem:
-    """A set of integers in isl's notation: a variable for each atom and product, with its known constraints."""
+    """A set of integers in isl's notation: one variable for each atom and product, with the constraints known for
+    it.
+    """
 
     def __init__(self) -> None:
         self.names: dict[Monomial, str] = {}
         self.facts: list[str] = []
 
     def linear(self, formula: Formula) -> str:
-        """The formula, written in these variables."""
+        """The formula as text in isl's notation, linear in these variables."""
         terms = [f"{factor}*{self._variable(m)}" if m else str(factor) for m, factor in formula.terms]
         return "(" + (" + ".join(terms) or "0") + ")"
 
@@ -763,9 +779,7 @@ def formula(dim: int | str) -> Formula:
         return symbol(dim)
     try:
         return _parsed(ast.parse(dim[len(_MARK) :], mode="eval").body)
-    except (
-        FormulaTooLarge
-    ):  # a text within the limits that exceeds them when it is read is a symbol of its own
+    except FormulaTooLarge:  # a text within the limits whose formula exceeds them stays a symbol
         return symbol(dim)
 
 
@@ -787,19 +801,21 @@ def is_computed(dim: Dim) -> bool:
 
 
 def equal(a: Dim, b: Dim) -> bool:
-    """Whether two dimensions are equal at all sizes; False if one is unknown."""
+    """Whether two dimensions are equal at all sizes; False if one of them is unknown."""
     if a is None or b is None:
         return False
     return a == b or same(formula(a), formula(b))
 
 
 def at_least(a: Dim, b: Dim) -> bool:
-    """Whether one dimension is at least the other at all sizes; False if one is unknown."""
+    """Whether dimension `a` is at least dimension `b` at all sizes; False if one of them is unknown."""
     return a is not None and b is not None and not_less(formula(a), formula(b))
 
 
 def _is_filled(of: Formula) -> bool:
-    """Whether a formula is obviously at least 1 if all symbols are: the least sum of its parts is."""
+    """Whether a formula is obviously at least 1 if all symbols are, since the least values of its terms add up to 1 or
+    more.
+    """
     if bounds(of)[0] >= 1:
         return True
     if any(factor < 0 for _, factor in of.terms) or bounds(of)[0] < 0:
@@ -848,7 +864,7 @@ def divides(divisor: int, a: Dim) -> bool:
 
 
 def value(dim: Dim, numbers: Mapping[str, int], calls: Evaluate | None = None) -> int | None:
-    """The size of a dimension, with numbers for symbols. None if it has none, or a number is missing."""
+    """The size of a dimension, given numbers for its symbols. None if it has no value, or a number is missing."""
     if isinstance(dim, int) or dim is None:
         return dim
     number_ = numbers.get(dim)
@@ -864,7 +880,7 @@ def readable(dim: Dim) -> str:
     return _shown(formula(dim))
 
 
-# Longer formulas are no help in a message.
+# The longest formula that helps the reader of a message.
 _BRIEF = 32
 
 
@@ -912,7 +928,7 @@ def _shown_call(value: Formula | Call) -> str:
 
 
 def _parsed(tree: ast.expr) -> Formula:
-    """A formula from its syntax tree. Raises ValueError if it is not one."""
+    """The formula that a syntax tree stands for. Raises ValueError if it stands for none."""
     if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
         return number(tree.value)
     if isinstance(tree, ast.Name):

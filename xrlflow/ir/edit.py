@@ -13,7 +13,7 @@ from xrlflow.ir.types import ABSENT, Value
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edit:
-    """A change: nodes that are removed, nodes that are added, and nodes that read or name other values (old, new)."""
+    """A change of a graph: nodes removed, nodes added, and pairs (old, new) of nodes that read or name other values."""
 
     rule: str
     removed: tuple[Node, ...]
@@ -25,9 +25,9 @@ class Edit:
 def plan_edit(graph: Graph, rule: str, added: Sequence[Node], aliases: Mapping[Value, Value]) -> Edit:
     """The edit that adds `added` and lets readers of each key of `aliases` read its value instead.
 
-    An added node with an output of an existing node takes its place (it *adopts* the value). Nodes that nobody reads
-    any more are removed, up to the graph's inputs. If only some outputs of a node are replaced, the node stays, with
-    fresh values for those.
+    If an added node has an output of an existing node, it replaces that node (it *adopts* the value). Nodes that lose
+    all readers are removed, and so are the nodes that only these read. If only some outputs of a node are replaced, the
+    node stays, with new values for these outputs.
     """
     producers, uses = graph.producers, graph.uses
     replaced = {out for node in added for out in node.outputs if out in producers}
@@ -40,7 +40,7 @@ def plan_edit(graph: Graph, rule: str, added: Sequence[Node], aliases: Mapping[V
     for node in added:
         for value in node.inputs:
             gained[value] = gained.get(value, 0) + 1
-    rewired: dict[Value, tuple[Node, Node]] = {}  # by the old node's id
+    rewired: dict[Value, tuple[Node, Node]] = {}  # old and new node, by the old node's id
     for value, target in aliases.items():
         for user in uses.get(value, ()):
             old, new = rewired.get(user) or (producers[user], producers[user])
@@ -52,11 +52,11 @@ def plan_edit(graph: Graph, rule: str, added: Sequence[Node], aliases: Mapping[V
     def is_read(value: Value) -> bool:
         if gained.get(value, 0) > 0 or value in outputs:
             return True
-        if value in aliases:  # its readers read the alias now
+        if value in aliases:  # the readers of this value now read its alias
             return False
         return any(user not in removed for user in uses.get(value, ()))
 
-    # Begin with the producers of replaced values, then go on to producers that only these kept alive.
+    # Begin with the producers of replaced values. Go on to producers whose only readers are removed.
     work = list(dict.fromkeys(producers[v].id for v in replaced if v in producers))
     while work:
         node = producers[work.pop()]
@@ -84,7 +84,7 @@ def _let_go(
     removed: Mapping[Value, Node],
     rewired: dict[Value, tuple[Node, Node]],
 ) -> None:
-    """Give fresh values to replaced outputs of nodes that stay because another of their outputs is read."""
+    """Give new values to the replaced outputs of nodes that stay because another output of theirs is read."""
     for value in replaced:
         node = graph.producers.get(value)
         if node is None or node.id in removed:
@@ -96,7 +96,7 @@ def _let_go(
 
 
 def apply_edit(graph: Graph, edit: Edit) -> tuple[Graph, set[Value]]:
-    """The successor, and the values whose set of readers changed."""
+    """The graph after the edit, and the values whose set of readers changed."""
     producers, uses = graph.producers.mutate(), graph.uses.mutate()
     fingerprint = graph.fingerprint
     old_readers: dict[Value, list[Value]] = {}

@@ -1,6 +1,6 @@
 """Graphs for other programs: GraphML (yEd, igraph) and GEXF (Gephi), written by networkx.
 
-Nothing of the engine works on networkx graphs. `Graph.to_networkx` makes one for analysis.
+xrlflow itself does not use networkx graphs. `Graph.to_networkx` makes one for analysis.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 def to_labelled(graph: Graph) -> networkx.MultiDiGraph:
     """The graph with numbers as nodes, and with attributes that a file can hold: strings, integers, truth values.
 
-    Of nodes: `label`, the operator, Input or Constant; `name`, that of its (first) output in the model's file, or "";
-    `tensor`, the type of that output; `attrs`, the operator's attributes as text; `output`, whether the graph returns
-    an output of the node. Of edges: `name` of the value and `tensor`, its type; `output` and `input`, its positions
-    among the outputs of the node that computes it and among the inputs of the node that reads it.
+    Attributes of nodes: `label`, the operator, Input or Constant; `name`, that of the node's (first) output in the
+    model's file, or ""; `tensor`, the type of that output; `attrs`, the operator's attributes as text; `output`,
+    whether the graph returns an output of the node. Attributes of edges: `name` of the value; `tensor`, its type;
+    `output` and `input`, the value's positions among the outputs of the node that computes it and among the inputs of
+    the node that reads it.
     """
     import networkx
 
@@ -35,7 +36,7 @@ def to_labelled(graph: Graph) -> networkx.MultiDiGraph:
     names = {value: _text(name) for value, name in graph.leaves.names.items()}
     returned = {
         graph.producers[value].id if value in graph.producers else value for value in graph.outputs
-    } & full.nodes  # a constant that is an output and nothing else is no node
+    } & full.nodes  # a constant that is only an output of the graph is no node
     out = networkx.MultiDiGraph()
     for node, data in full.nodes(data=True):
         out.add_node(
@@ -60,7 +61,7 @@ def to_labelled(graph: Graph) -> networkx.MultiDiGraph:
 
 
 def serialised(labelled: networkx.MultiDiGraph, ending: str) -> bytes:
-    """The file of a graph that `to_labelled` made, in the format of one of `FORMATS`."""
+    """The bytes of a file with a graph that `to_labelled` made. `ending` is one of `FORMATS`."""
     import networkx
 
     writers: dict[str, Any] = dict(

@@ -1,4 +1,6 @@
-"""The computation graph: persistent maps, which successors share with their parents."""
+"""The computation graph. It consists of persistent maps, most of which successors share with the graph before the
+edit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 FINGERPRINT_MASK = (1 << 64) - 1
 
-# Constants of up to this many elements are evaluated when they are created, so that rules can read them.
+# Constants of at most this many elements are evaluated when they are created, so that rules can read them.
 SMALL = 1024
 
 
@@ -31,7 +33,7 @@ class TensorHandle(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayHandle:
-    """Data that is in memory already."""
+    """Data that is already in memory."""
 
     array: npt.NDArray[Any]
 
@@ -55,7 +57,7 @@ class Const:
 class Leaves:
     """Graph inputs and constants: the values that no node computes.
 
-    All states of a search share it and only add to it: values are named by content, so a name never changes its
+    All states of a search share one object and only add to it. Values are named by content, so a name never changes its
     meaning. `names`: the names in the file of inputs, constants and node outputs. `folded`: constants computed from
     constants, by operator, digest of its attributes, inputs and output types; None if they are not small or cannot be
     evaluated.
@@ -71,7 +73,7 @@ class Leaves:
     _numbers: dict[tuple[int, ...], Value] = field(default_factory=dict)
 
     def uniform(self, value: Value) -> float | None:
-        """The number that all elements of a small constant are equal to; None if there is none, or it is not small."""
+        """The number that all elements of a small constant equal; None if they differ or the constant is not small."""
         if value in self._uniform:
             return self._uniform[value]
         const = self.consts.get(value)
@@ -92,7 +94,7 @@ class Leaves:
         return value
 
     def intern(self, array: npt.NDArray[Any], dtype: DType) -> Value:
-        """The value of a small constant: equal constants are one value."""
+        """The value of a small constant. Equal constants get the same value."""
         data = np.ascontiguousarray(array).reshape(array.shape)
         raw = repr(data.tolist()).encode() if data.dtype == object else data.tobytes()
         content = blake2b(raw, digest_size=8).digest()
@@ -116,7 +118,7 @@ class Graph:
 
     `producers` has an entry for each output of each node. `uses` has the ids of the nodes that read a value, each once;
     a value in `outputs` is used as well. `fingerprint` is the sum of the nodes' fingerprints and of the outputs',
-    modulo 2^64, so it does not depend on the order in which the graph was made.
+    modulo 2^64, so it does not depend on the order in which nodes were added.
     """
 
     producers: Map[Value, Node]
@@ -163,7 +165,7 @@ class Graph:
         return node.types[0] if outs[0] == value else node.types[outs.index(value)]
 
     def const(self, value: Value) -> Const | None:
-        """The constant with this name; None if a node computes the value or the caller gives it."""
+        """The constant with this name; None if a node computes the value or it is an input."""
         return self.leaves.consts.get(value) if value not in self.producers else None
 
     def users(self, value: Value) -> list[Node]:
@@ -179,7 +181,7 @@ class Graph:
     def topological(self) -> list[Node]:
         """Every node once, producers before consumers. Raises ValueError on a cycle."""
         order: list[Node] = []
-        state: dict[Value, int] = {}  # node id -> 1 while it is visited, 2 when done
+        state: dict[Value, int] = {}  # node id -> 1 while the node is visited, 2 when it is done
         producers = self.producers
         roots = [producers[v] for v in self.outputs if v in producers]
         for root in [*roots, *self.nodes()]:
@@ -209,7 +211,7 @@ class Graph:
         return order
 
     def rebuilt_fingerprint(self) -> int:
-        """The fingerprint computed from scratch, to check the incremental one."""
+        """The fingerprint computed from scratch, for checks of the one that edits update."""
         total = outputs_fingerprint(self.outputs) + sum(n.fingerprint for n in self.nodes())
         return total & FINGERPRINT_MASK
 

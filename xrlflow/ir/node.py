@@ -18,7 +18,7 @@ _digests: dict[str, int] = {}
 
 
 def digest(text: str) -> int:
-    """A number for a text. It is the same in every process."""
+    """A number derived from a text. It is the same in every process."""
     number = _digests.get(text)
     if number is None:
         raw = blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
@@ -27,7 +27,7 @@ def digest(text: str) -> int:
 
 
 def mix(*parts: int) -> Value:
-    """A value's number from the numbers of its content. Tuples of integers hash the same everywhere."""
+    """A value's number, derived from the numbers of its content. Tuples of integers hash the same in every process."""
     return Value((hash(parts) & _MASK) or 1)
 
 
@@ -111,9 +111,9 @@ class Node:
     attrs: Attrs = NO_ATTRS
     captured: int = 0
     on_runtime: bool = False
-    # A number for operator, attributes and inputs: what the node computes.
+    # A number for operator, attributes and inputs, that is, for what the node computes.
     key: int = field(init=False)
-    # The same including the outputs and `on_runtime`: the node's part of the graph's fingerprint.
+    # The same with the outputs and `on_runtime`: the node's summand in the graph's fingerprint.
     fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class Node:
 
     @property
     def const(self) -> bool:
-        """Whether the node is evaluated when the model is written, so that it costs nothing at run time."""
+        """Whether the node is evaluated when the model is written, so that it takes no time at run time."""
         return self.types[0].const
 
     @property
@@ -143,7 +143,7 @@ class Node:
         return Node(self.op, self.inputs, outputs, self.types, self.attrs, self.captured, self.on_runtime)
 
     def with_runtime(self, on_runtime: bool) -> Node:
-        """The same node in a generated kernel, or (`on_runtime`) in ONNX Runtime."""
+        """The same node, to run in ONNX Runtime (`on_runtime`) or in a generated kernel."""
         return Node(self.op, self.inputs, self.outputs, self.types, self.attrs, self.captured, on_runtime)
 
 
@@ -153,5 +153,5 @@ def node_key(op: str, attrs: Attrs, inputs: tuple[Value, ...]) -> Value:
 
 
 def output_key(key: int, index: int, salt: int = 0) -> Value:
-    """The value of output `index` of a node with content `key`. Different `salt` gives different values."""
+    """The value for output `index` of a node with content `key`. Different `salt` gives different values."""
     return mix(key, index, salt)

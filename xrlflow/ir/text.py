@@ -1,4 +1,4 @@
-"""The graph as text, for people and for tests."""
+"""Graphs as text, for people and for tests."""
 
 from __future__ import annotations
 

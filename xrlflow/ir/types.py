@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NewType
 
 from xrlflow.ir.dims import Dim, brief, readable
 
-# A value names one *semantic* tensor. The number is derived from how the tensor is first computed, so that two
-# searches, or two processes, that compute it in the same way give it the same name.
+# A value names one *semantic* tensor. The number is derived from how the tensor is first computed. So two searches, or
+# two processes, that compute a tensor in the same way give it the same number.
 Value = NewType("Value", int)
 
 # Stands for an optional input that is missing.
@@ -49,7 +49,7 @@ class DType(IntEnum):
 
     @property
     def bits(self) -> int:
-        """Bits of one element; 0 for strings and types that are no tensors."""
+        """The number of bits of an element; 0 for strings and for types that are no tensors."""
         return _BITS.get(self, 8)
 
 
@@ -200,7 +200,7 @@ def merge_types(old: TensorType, new: TensorType) -> TensorType:
     for a, b in zip(old.shape, new.shape):
         if isinstance(a, int) and isinstance(b, int) and a != b:
             raise TypeConflict(f"{old} is not {new}")
-        # A number is more precise than a symbol, a symbol more than None. Of two symbols, the old one stays.
+        # A number is more precise than a symbol, and a symbol more than None. Of two symbols, the old one is used.
         dims.append(
             a if isinstance(a, int) or b is None or (isinstance(a, str) and isinstance(b, str)) else b
         )

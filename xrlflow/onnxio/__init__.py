@@ -1,4 +1,4 @@
-"""Reads ONNX files into graphs and writes graphs as ONNX files, weights left where they are until they are needed."""
+"""Reads ONNX files into graphs and writes graphs as ONNX files. Weights are not read before they are needed."""
 
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.exporter import (

@@ -1,8 +1,8 @@
 """Slices with a negative step whose end is one of the largest integers.
 
-ONNX Runtime takes the largest int32 and int64 as "up to the last element" in either direction. ONNX says so only for
-positive steps; with negative ones its inference gives an empty result. Models were made for what ONNX Runtime computes,
-so such an end is replaced with one that means the same to both.
+ONNX Runtime takes the largest int32 and int64 as "up to the last element" in either direction. ONNX specifies this only
+for positive steps; for negative ones its inference gives an empty result. Exporters test models with ONNX Runtime, so
+such an end is replaced with one that means the same to both.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from xrlflow.onnxio.protos import all_names, subgraphs
 from xrlflow.ops.eval_shape import ends_of_slice
 
 _Constants = Mapping[str, onnx.TensorProto]
-# No tensor has more dimensions, so longer lists are not ends of a slice.
+# No tensor has more dimensions, so a longer list does not hold the ends of a Slice.
 _MAX_LENGTH = 64
 
 
 def write_ends(graph: onnx.GraphProto) -> None:
-    """Replace such ends of slices in place, in bodies too."""
+    """Replace the ends of Slices with negative steps that ONNX and ONNX Runtime read differently, in place, in bodies,
+    too.
+    """
     _write(graph, {}, _free_names(graph))
 
 
 def _write(graph: onnx.GraphProto, outer: _Constants, names: Iterator[str]) -> None:
-    inputs = {v.name for v in graph.input}  # their defaults can be overridden
+    inputs = {v.name for v in graph.input}  # initialisers that are inputs, too, can be overridden
     consts = {k: v for k, v in outer.items() if k not in inputs}
     consts |= {t.name: t for t in graph.initializer if t.name not in inputs}
     for node in graph.node:
@@ -45,7 +47,7 @@ def _write(graph: onnx.GraphProto, outer: _Constants, names: Iterator[str]) -> N
 
 
 def _array(tensor: onnx.TensorProto | None) -> npt.NDArray[np.integer] | None:
-    """A small constant of integers, or None."""
+    """The elements of a small constant of integers, or None."""
     kinds = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
     if tensor is None or tensor.data_type not in kinds or tensor.data_location == onnx.TensorProto.EXTERNAL:
         return None

@@ -1,4 +1,4 @@
-"""What a model's file says before it is read as a graph: a digest of all its data, and the names of its inputs."""
+"""Reads a model's file without making a graph of it: a digest of all its data, and the names of its inputs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from xrlflow.onnxio.wire import WireError, strip_model
 
 
 def content_digest(path: str | os.PathLike[str]) -> str:
-    """A digest of a model and its external data (64 hexadecimal digits). It is another one if any byte changes.
+    """A digest of a model and its external data (64 hexadecimal digits). It changes if any byte changes.
 
-    Data that cannot be read counts as missing, as does data outside the model's folder, which is not read. A file that
+    Data that cannot be read counts as missing; so does data outside the model's folder, which is not read. A file that
     is no model has a digest, too. Raises OSError if the model's own file cannot be read.
     """
     name = os.fspath(path)

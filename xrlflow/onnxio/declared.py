@@ -1,7 +1,7 @@
-"""Checks what a file declares about its values.
+"""Checks the types that a file declares for its values.
 
-Runtimes accept a model whose declarations contradict what it computes: they warn and go on. A declared shape is a
-claim that may hold only for the inputs that the exporter saw. So declarations are not believed, except for
+Runtimes accept a model whose declarations contradict what it computes: they print a warning and go on. A declared shape
+may hold only for the inputs that the exporter used. So declarations are not believed, except for
 
 - the model's inputs, which runtimes check,
 - outputs of operators that ONNX does not define: only the file knows their types,
@@ -31,9 +31,9 @@ class Contradiction(Exception):
 
 
 def check(name: str, declared: TensorType, inferred: TensorType, proven: bool = False) -> TensorType:
-    """The type that both types allow. Raises Contradiction if they cannot both be true.
+    """The type that fits both the declared and the inferred type. Raises Contradiction if the two cannot both be true.
 
-    `proven`: also raise it if a declared size cannot be inferred.
+    `proven`: also raise it if a size is declared that cannot be inferred.
     """
     try:
         both = merge_types(inferred, declared)
@@ -49,7 +49,7 @@ def check(name: str, declared: TensorType, inferred: TensorType, proven: bool = 
 
 
 def _is_open(dim: Dim) -> bool:
-    """Whether a dimension depends on the inputs' dimensions, and is not merely unknown."""
+    """Whether a dimension depends on the inputs' dimensions. (An unknown dimension does not count.)"""
     return isinstance(dim, str) and not is_made_up(dim)
 
 
@@ -59,7 +59,7 @@ def is_defined(node: onnx.NodeProto) -> bool:
 
 
 def claims(model: onnx.ModelProto) -> dict[str, TensorType]:
-    """The types that a model declares for values computed outside loops, including its outputs."""
+    """The types that a model declares for values that are computed outside loops, including its outputs."""
     return {
         info.name: without_symbols(type_of_proto(info.type))
         for graph in _graphs(model.graph)
@@ -69,15 +69,15 @@ def claims(model: onnx.ModelProto) -> dict[str, TensorType]:
 
 
 def in_loops(model: onnx.ModelProto) -> set[str]:
-    """The values that are declared in bodies of loops."""
+    """The names of values that are declared in bodies of loops."""
     return {v.name for _, body in _loops(model.graph) for v in (*body.value_info, *body.output)}
 
 
 def forget(model: onnx.ModelProto, loops: bool = False) -> onnx.ModelProto:
-    """The model without the shapes that it declares for computed values; in loops only if asked.
+    """The model without the shapes that it declares for computed values; in loops only with `loops`.
 
     Element types stay, because a runtime checks them when it loads the model. It does not check shapes. Declarations of
-    initialisers are removed: if one has no shape, ONNX's inference ignores the axes of a Slice.
+    initialisers are removed, because ONNX's inference ignores the axes of a Slice if their declaration has no shape.
     """
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
@@ -100,7 +100,7 @@ def _clear(infos: Iterable[onnx.ValueInfoProto]) -> None:
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and the bodies in it, without those of loops."""
+    """A graph and the bodies inside it, except those of loops."""
     yield graph
     for node in graph.node:
         if node.op_type not in _LOOPS:

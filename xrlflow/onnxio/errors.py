@@ -1,8 +1,8 @@
-"""Errors of models: one line that names the file and says what to do."""
+"""Errors about models. Each message is one line that names the file and says what to do."""
 
 from xrlflow.common.text import printable, shortened
 
-# Longer messages are cut in the middle, because the end says what to do.
+# The longest message, in characters. Longer ones are cut in the middle, because the end says what to do.
 _LONGEST, _END = 2000, 400
 
 

@@ -49,19 +49,19 @@ from xrlflow.storage.files import cannot_write
 
 # Models with more bytes of weights get a separate file for them: a protocol buffer cannot exceed 2 GB.
 EXTERNAL_ABOVE = 3 << 29
-# Rough bytes of a node or a constant in a file, besides names and data.
+# The approximate bytes of a node or a constant in a file, in addition to its names and data.
 _BYTES_PER_NODE = 50
-# The first IR version in which initialisers need not be inputs as well.
+# The first IR version in which initialisers need not be inputs, too.
 _SEPARATE_WEIGHTS = 4
 # The newest IR version that ONNX Runtime reads.
 _MAX_IR_VERSION = 13
-# External tensors of at least this many bytes begin at a page, others at a cache line.
+# In a data file, tensors of at least this many bytes begin at a page, smaller ones at a cache line.
 _PAGED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelParts:
-    """A model without its large weights, and those weights by the names of their initialisers."""
+    """A model without its large weights, and these weights by the names of their initialisers."""
 
     proto: onnx.ModelProto
     large: dict[str, Const]
@@ -81,7 +81,8 @@ def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) ->
 
 
 def preferring(model: ImportedModel, opset: int) -> ImportedModel:
-    """The model, to be written at this opset or, if that lacks an operator, at the lowest after it that has all.
+    """The model with the opset at which it will be written: this one or, if it lacks an operator, the lowest later one
+    that has all operators.
 
     Raises ModelError for an opset that cannot be written.
     """
@@ -90,7 +91,7 @@ def preferring(model: ImportedModel, opset: int) -> ImportedModel:
 
 
 def written_opset(model: ImportedModel, graph: Graph) -> int:
-    """The opset that the graph's file has."""
+    """The opset at which the graph's file is written."""
     return versions.opset_of(_write(model, graph).proto) or OPSET
 
 
@@ -101,7 +102,7 @@ def size_of(model: ImportedModel, graph: Graph) -> int:
 
 
 def _size(model: ImportedModel, graph: Graph, counted: set[Value]) -> int:
-    """`counted`: the large constants that were already counted. Bodies share them."""
+    """As `size_of`. `counted`: the large constants that were already counted. Bodies share these."""
     plan = weights.plan(graph)
     names = graph.leaves.names
     total = 0
@@ -135,16 +136,16 @@ def save(
 ) -> None:
     """Write the model with `graph` as its computation to a file, completely or not at all.
 
-    `opset` asks for this opset; by default it is the model's (`ImportedModel.opset`), or the lowest after it that has
-    all operators. Models that had external data, or exceed 1.5 GB, get a data
-    file in the same folder (`NAME.DIGEST.data`, see `external_data`). With `durable`, the files have reached the disk
-    afterwards. Raises GrowthError if the result exceeds `max_growth` times the bytes of the input, and ModelError if it
-    cannot be written, or if the model's file was written to since it was read.
+    The file gets the opset `opset`; by default the model's (`ImportedModel.opset`), or the lowest later one that has
+    all operators. Models that had external data, or exceed 1.5 GB, get a data file in the same folder
+    (`NAME.DIGEST.data`, see `external_data`). With `durable`, the files are on the disk when the function returns.
+    Raises GrowthError if the result exceeds `max_growth` times the bytes of the input, and ModelError if it cannot be
+    written, or if the model's file was written to since it was read.
     """
     parts = _write(model, graph, opset)
     target = os.fspath(path)
     total = parts.proto.ByteSize() + sum(c.type.nbytes or 0 for c in parts.large.values())
-    # Small models may grow by the size of names and attributes.
+    # Small models may grow by the bytes of names and attributes.
     if total > max(max_growth * model.size, model.size + (1 << 16)):
         raise GrowthError(
             f"{target}: the result would have {total:,} bytes, over {max_growth:g} times the "
@@ -182,7 +183,7 @@ def check_not_data_of(model: ImportedModel, target: str) -> None:
 
 
 def _offsets(parts: _ModelParts) -> list[int]:
-    """The offset of each large weight in the data file."""
+    """The offset of each large weight in the data file, in bytes."""
     offsets, at = [], 0
     for const in parts.large.values():
         size = const.type.nbytes or 0
@@ -193,7 +194,7 @@ def _offsets(parts: _ModelParts) -> list[int]:
 
 
 def _refer(parts: _ModelParts, location: str, offsets: list[int]) -> None:
-    """Set the location of the large weights in the proto."""
+    """Write the location of the large weights into the proto."""
     for (name, const), at in zip(parts.large.items(), offsets):
         proto = parts.proto.graph.initializer.add(
             name=name, data_type=int(const.type.dtype), dims=_dims(const)
@@ -217,7 +218,7 @@ def _write_file(file: BinaryIO, parts: _ModelParts, external: bool) -> None:
 
 
 def check(proto: onnx.ModelProto) -> str | None:
-    """The error of ONNX's full checker for a model without external data; None if it passes."""
+    """The error that ONNX's full checker reports for a model without external data; None if it reports none."""
     try:
         onnx.checker.check_model(proto)
         infer_shapes(proto, check_type=True, strict_mode=True)
@@ -229,9 +230,9 @@ def check(proto: onnx.ModelProto) -> str | None:
 def check_result(model: ImportedModel, graph: Graph) -> tuple[str, ...]:
     """Raise ModelError if ONNX's checker refuses the result, unless the input is at fault. Returns notes.
 
-    The input is at fault if the checker refuses it as well, or refuses its own computation exported again, or only
-    complains about shapes that the input declares. Large weights become inputs of the checked model, since the checker
-    does not look at their data.
+    The input is at fault if the checker refuses it, too, or refuses its unchanged graph when that is exported, or only
+    complains about shapes that the input declares. For the check large weights become inputs, since the checker does
+    not look at their data.
     """
     result = _typed_copy(_write(model, graph))
     problem = check(result)
@@ -245,7 +246,7 @@ def check_result(model: ImportedModel, graph: Graph) -> tuple[str, ...]:
 
 
 def _computes(proto: onnx.ModelProto) -> bool:
-    """Whether the types of a model's nodes fit (ONNX's checker needs shapes of outputs, its inference does not)."""
+    """Whether ONNX's inference accepts the types of a model's nodes. (Its checker also requires shapes of outputs.)"""
     try:
         infer_shapes(proto, check_type=True, strict_mode=True)
     except REFUSED:
@@ -258,7 +259,7 @@ def _one_line(text: str) -> str:
 
 
 def _typed_copy(parts: _ModelParts) -> onnx.ModelProto:
-    """The model with its large weights as inputs: all types are there, without the data."""
+    """The model with its large weights as inputs: it has all types, but not the data."""
     copy = onnx.ModelProto()
     copy.CopyFrom(parts.proto)
     for name, const in parts.large.items():
@@ -310,14 +311,14 @@ def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _Mod
 
 
 def _least_ir_version(proto: onnx.ModelProto) -> int:
-    """The IR version in which a model's opset came."""
+    """The IR version with which a model's opset was introduced."""
     version = versions.opset_of(proto)
     opset = onnx.helper.make_opsetid("", OPSET if version is None else version)
     return max(_SEPARATE_WEIGHTS, onnx.helper.find_min_ir_version_for([opset]))
 
 
 class _Writer:
-    """Writes one model. Names are unique in all its graphs, because bodies see the names around them."""
+    """Writes one model. Names are unique across all its graphs, because bodies can read the names around them."""
 
     def __init__(self, model: ImportedModel, proto: onnx.ModelProto) -> None:
         self.model = model
@@ -326,13 +327,13 @@ class _Writer:
         self.domains: set[str] = set()
         self.large: dict[str, Const] = {}
         self.symbols: dict[str, str] = {}  # symbols of the inputs -> their names in the file
-        # Names of large constants by the id of their data. The data must stay alive, because ids are reused.
+        # Names of large constants by the id of their data. The data must stay alive, because Python reuses ids.
         self.handles: dict[int, tuple[TensorHandle, str]] = {}
         self.contents: dict[tuple[TensorType, bytes], str] = {}  # names of computed constants
         self.types: dict[str, TensorType] = {}  # of all values
         self.later: dict[
             str, int
-        ] = {}  # titles of nodes that the canonical opset lacks -> the opset that has them
+        ] = {}  # title of each node that the canonical opset lacks -> the opset that has it
 
     def main(self, graph: Graph) -> None:
         out = self.proto.graph
@@ -349,9 +350,9 @@ class _Writer:
         self._graph(graph, out, names, declared, self._claims(graph))
 
     def _claims(self, graph: Graph) -> set[str]:
-        """Names of outputs that declare sizes which cannot be inferred, and have more readers than in the original.
+        """Names of outputs whose declared sizes cannot be inferred, and that have more readers than in the original.
 
-        A runtime believes the declared types of values that it reads.
+        A runtime believes the declared type of a value that a node reads.
         """
         names = set()
         for info, value, old in zip(self.proto.graph.output, graph.outputs, self.model.graph.outputs):
@@ -370,7 +371,8 @@ class _Writer:
         declared: list[str],
         claims: AbstractSet[str] = frozenset(),
     ) -> None:
-        """Nodes and initialisers of a graph. `names` has the names of its inputs, `declared` those of its outputs.
+        """Write nodes and initialisers of a graph. `names` has the names of its inputs, `declared` those of its
+        outputs.
 
         Nodes read outputs in `claims` under another name, which has no declared type.
         """
@@ -378,7 +380,7 @@ class _Writer:
         produced = {v for node in plan.nodes for v in node.outputs}
         consumed = {v for node in plan.nodes for v in node.inputs} | set(graph.outputs)
         live = produced | consumed
-        # ONNX Runtime returns a sparse constant as such, or fails, unless a node makes a dense tensor of it.
+        # ONNX Runtime returns a sparse constant as a sparse tensor, or fails, unless a node makes a dense tensor of it.
         sparse = {v for node in plan.nodes if node.op == "Constant" for v in node.outputs}
         dense = produced - (sparse - set(self.model.graph.outputs))
         aliases: list[tuple[str, Value]] = []
@@ -387,7 +389,7 @@ class _Writer:
                 names[value] = name
             elif names.get(value) != name:  # an input that is also an output
                 aliases.append((name, value))
-        # Names of this graph come before those of its bodies, so that a clash changes the inner name.
+        # Names of this graph are assigned before those of its bodies. So if two clash, the name in the body changes.
         for node in plan.nodes:
             for index, value in enumerate(node.outputs):
                 if value in names:
@@ -421,7 +423,7 @@ class _Writer:
             self.types[name] = graph.type(value)
 
     def _sizes(self, graph: Graph, node: Node, names: Mapping[Value, str]) -> Iterator[onnx.ValueInfoProto]:
-        """Types for a node's outputs, if they have sizes of inputs that ONNX's inference does not find.
+        """The types to declare for a node's outputs: those with sizes of inputs that ONNX's inference does not find.
 
         A runtime can fuse operators whose sizes are known to be equal. If ONNX Runtime does not know that the results
         of two convolutions have equal sizes, it adds Reshapes, which fail for an empty batch.
@@ -435,7 +437,7 @@ class _Writer:
         data = [graph.const(v) for v in node.inputs]
         try:
             inferred = infer_as_onnx(node.op, node.attrs, types, data, len(node.outputs))
-        except InferenceError:  # the model fails here in every run
+        except InferenceError:  # the node fails in every run
             return
         for value, type, shape, own in zip(node.outputs, node.types, shapes, inferred):
             incomplete = own.shape is None or any(
@@ -455,7 +457,9 @@ class _Writer:
         return node
 
     def _large(self, const: Const, wish: str, computed: bool) -> str:
-        """The name of a large constant: an initialiser of the outermost graph. Equal contents share one."""
+        """The name of a large constant: an initialiser of the outermost graph. Constants with equal contents
+        share one.
+        """
         if id(const.handle) in self.handles:
             return self.handles[id(const.handle)][1]
         key = (const.type, blake2b(raw_data(const), digest_size=16).digest()) if computed else None

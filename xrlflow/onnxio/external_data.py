@@ -1,7 +1,8 @@
 """Replaces a model together with its data files.
 
-The data of a model `out.onnx` is in `out.onnx.DIGEST.data`, where the digest is that of the content. So no data file is
-ever overwritten: the old model keeps its data until the new model, whose data is complete, replaces it in one step.
+The data of a model `out.onnx` is in `out.onnx.DIGEST.data`, where DIGEST is computed from the content. So no data file
+is ever overwritten. The old model has its data until the new model, whose data is then complete, replaces it in one
+step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from xrlflow.onnxio.wire import EMBEDDED, WireError, strip_model
 from xrlflow.storage import files
 
 _SUFFIX = ".data"
-# Old data stays if more bytes than this would have to be searched for models that share it.
+# Old data files stay if more bytes than this would have to be searched for other models that use them.
 _SEARCHED = 1 << 32
 _CHUNK = 1 << 22
 
@@ -36,10 +37,10 @@ Write = Callable[[BinaryIO], None]
 def replacing_model(
     path: files.Path, data: Iterable[Write], *, durable: bool = True
 ) -> Iterator[tuple[BinaryIO, list[str]]]:
-    """A file for a model that replaces `path` at the end of the block, and the names of its data files.
+    """Yields a file for the new model, which replaces `path` at the end of the block, and the names of its data files.
 
-    Each function in `data` writes one data file, which is complete before the block begins. If writing or the block
-    fails, nothing has changed. Data that belonged only to the replaced model is removed. Raises OSError.
+    Each function in `data` writes one data file; all are complete before the block begins. If writing or the block
+    fails, nothing has changed. Data files that only the replaced model used are removed. Raises OSError.
     """
     target = files.destination(path)
     folder = os.path.dirname(target)
@@ -59,7 +60,7 @@ def replacing_model(
                         os.unlink(name)
     for location in sorted(old - set(names)):
         if _is_exclusive(target, location):
-            with contextlib.suppress(OSError):  # the old data only takes room
+            with contextlib.suppress(OSError):  # if it cannot be removed, the old data only takes space
                 os.unlink(os.path.join(folder, location))
 
 
@@ -87,7 +88,7 @@ def _stem(name: str) -> str:
 
 
 class _DigestedFile:
-    """A file to write to, with a digest of what was written."""
+    """A file for writing that computes a digest of what was written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -133,9 +134,10 @@ def relocate(proto: onnx.ModelProto, names: Mapping[str, str]) -> None:
 
 
 def _is_exclusive(target: str, location: str) -> bool:
-    """Whether a data file belongs to the model at `target`, by its name, and no other file in the folder names it.
+    """Whether a data file belongs only to the model at `target`: by its name, and because no other file in the folder
+    names it.
 
-    Files are only searched for the name, since a model may have any name.
+    All files are searched for the name, since a model's file may have any name.
     """
     folder, name = os.path.split(target)
     path = os.path.join(folder, location)

@@ -53,10 +53,11 @@ from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known
 from xrlflow.storage.files import StandardInput
 
-# A small constant with more bytes than this is written as the node that computes it, if that has at most a quarter.
+# A small constant with more bytes than this is written as the node that computes it, if the node needs at most a
+# quarter.
 _COMPACT = 256
 
-# What identifies a flatbuffer of ONNX Runtime, after the four bytes of its root.
+# The bytes that mark a flatbuffer of ONNX Runtime. They follow the four bytes of its root.
 _ORT_FORMAT = b"ORTM"
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
@@ -68,9 +69,9 @@ def load(
     """Read a model: a path, the bytes of a file, or a ModelProto.
 
     `shapes` gives whole shapes of some inputs. They bind the symbols of their dimensions (`ImportedModel.bindings`);
-    with `fix_shapes` the numbers also replace these symbols in the model. Weights stay in the memory-mapped file, which
-    must not be written to: then the model cannot be exported any more (`TensorStore.check_unchanged`). Replacing the
-    file is harmless. Raises ModelError.
+    with `fix_shapes` the numbers also replace these symbols in the model. Weights stay in the memory-mapped file. If
+    this file is written to, the model cannot be exported any more (`TensorStore.check_unchanged`). Replacing the file
+    by another one is harmless. Raises ModelError.
     """
     store = _open(source)
     with reading(store.name, "the model"):
@@ -87,7 +88,7 @@ def _loaded(
     external_bytes = 0
     for tensor in protos.tensors(proto.graph):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            external_bytes += store.check(tensor)  # reports missing data at once
+            external_bytes += store.check(tensor)  # raises at once if data is missing
 
     proto = _inlined(store, proto)
     check_nodes(store.name, proto)
@@ -97,7 +98,7 @@ def _loaded(
         notes = check_types(store.name, proto)
     except ModelError:
         for tensor in protos.tensors(proto.graph):
-            store.const(tensor)  # a damaged tensor is the better explanation
+            store.const(tensor)  # if a tensor is damaged, its error explains more
         raise
     frame = _frame(proto)
     dimensions.name_dimensions(proto)
@@ -142,7 +143,7 @@ def _loaded(
 def _imported(
     store: TensorStore, proto: onnx.ModelProto, overridable: Mapping[str, Const]
 ) -> tuple[_Importer, Graph]:
-    """The graph of a model with canonical operators. Raises ModelError if a declared element type is wrong."""
+    """The graph of a model at the canonical opset. Raises ModelError if a declared element type is wrong."""
     importer = _Importer(store, declared.claims(proto), declared.in_loops(proto))
     try:
         return importer, importer.main(*_typed(declared.forget(proto)), overridable)
@@ -186,7 +187,7 @@ def _open(source: Source) -> TensorStore:
 
 
 def _parse(store: TensorStore) -> tuple[bytes, onnx.ModelProto]:
-    """The model without its large tensors, serialised and parsed."""
+    """The model without its large tensors: serialised, and as a proto."""
     if store.data.nbytes == 0:
         raise ModelError(f"{store.name}: the file is empty: export or download it again")
     wrong = f"{store.name}: not an ONNX model, or cut off: export or download it again"
@@ -214,7 +215,7 @@ def _parse(store: TensorStore) -> tuple[bytes, onnx.ModelProto]:
 
 
 def _inlined(store: TensorStore, proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with its functions inlined, where opsets allow it."""
+    """The model with its functions inlined, if their opsets allow that."""
     for function in proto.functions:
         store.fill(protos.tensors_of_nodes(function.node))
     if not proto.functions:
@@ -228,9 +229,9 @@ def _inlined(store: TensorStore, proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _write_defaults(proto: onnx.ModelProto) -> None:
-    """Add the functions' default attributes to calls that lack them, in place.
+    """Write the functions' default attributes into calls that lack them, in place.
 
-    ONNX's inliner ignores them: nodes inside would get the defaults of their own operators.
+    ONNX's inliner ignores these defaults: nodes inside would get the defaults of their own operators instead.
     """
     defaults = {(f.domain, f.name, f.overload): f.attribute_proto for f in proto.functions}
     for owner in (proto.graph, *proto.functions):
@@ -241,7 +242,9 @@ def _write_defaults(proto: onnx.ModelProto) -> None:
 
 
 def _drop_weights_from_inputs(proto: onnx.ModelProto) -> None:
-    """Remove initialisers from the inputs: before IR version 4 all had to be listed, and none could be overridden."""
+    """Remove initialisers from the inputs. Before IR version 4 all had to be listed there, and none could be
+    overridden.
+    """
     if proto.ir_version >= 4:
         return
     weights_ = {t.name for t in proto.graph.initializer}
@@ -262,8 +265,8 @@ def _frame(proto: onnx.ModelProto) -> onnx.ModelProto:
 def _typed(proto: onnx.ModelProto) -> tuple[onnx.GraphProto, dict[str, TensorType]]:
     """The model's graph with inferred types, and the types that the file declares.
 
-    For operators that ONNX does not define, declared types are believed. Raises Contradiction if an element type is not
-    the one that ONNX infers.
+    For operators that ONNX does not define, declared types are believed. Raises Contradiction if a declared element
+    type is not the inferred one.
     """
     infos = {v.name: v.type for v in proto.graph.value_info}
     unknown = {name for node in proto.graph.node if not declared.is_defined(node) for name in node.output}
@@ -272,14 +275,14 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.GraphProto, dict[str, TensorTyp
     del bare.graph.value_info[:]
     bare.graph.value_info.extend(v for v in proto.graph.value_info if v.name in unknown)
     dimensions.without_claims(bare.graph)
-    inputs = {v.name for v in proto.graph.input}  # inference would use their defaults
+    inputs = {v.name for v in proto.graph.input}  # inference would use these inputs' defaults
     remaining = [t for t in proto.graph.initializer if t.name not in inputs]
     del bare.graph.initializer[:]
     bare.graph.initializer.extend(remaining)
     try:
         typed = infer_shapes(bare)
     except (onnx.shape_inference.InferenceError, RuntimeError):
-        # ONNX's inference fails for the whole model; node by node it may still find most types.
+        # ONNX's inference fails for the whole model. Node by node it may still find most types.
         return bare.graph, {name: dimensions.without_symbols(type_of_proto(t)) for name, t in infos.items()}
     dimensions.without_names_of_elements(typed.graph)
     believed: dict[str, TensorType] = {}
@@ -293,7 +296,7 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.GraphProto, dict[str, TensorTyp
 
 
 class _Scope:
-    """A graph under construction: its names, and what it captures from the scope around it."""
+    """A graph under construction: its names, and the values that it captures from the graph around it."""
 
     def __init__(self, parent: _Scope | None) -> None:
         self.parent = parent
@@ -313,7 +316,7 @@ class _Scope:
         return self.leaves.consts.get(value)
 
     def find(self, name: str) -> Value | None:
-        """The value of a name, captured from enclosing graphs if necessary. Constants are shared."""
+        """The value with a name. If necessary it is captured from the graphs around this one. Constants are shared."""
         value = self.values.get(name)
         if value is not None or self.parent is None:
             return value
@@ -359,7 +362,7 @@ class _Importer:
     """Imports one model.
 
     `claims`: types that the file declares and that are not believed. `doubtful`: values whose declarations are believed
-    until a contradiction is found. `notes`: wrong declarations.
+    until a contradiction is found. `notes`: messages about wrong declarations.
     """
 
     def __init__(
@@ -453,7 +456,7 @@ class _Importer:
         spec = self._spec(op, proto, scope)
         try:
             types = self._output_types(spec, scope)
-        except InferenceError:  # it would fail if it ran (it may be in a branch): no rule may match it
+        except InferenceError:  # the node fails if it runs (perhaps in a branch): no rule may match it
             op = op if domain else f"{versions.QUALIFIED}{OPSET}::{op}"  # no rule has other domains
             spec = replace(spec, op=op)
             types = [scope.types.get(name, UNKNOWN) for name in spec.outputs]
@@ -481,7 +484,7 @@ class _Importer:
             self.labels[node.id] = NodeLabel(op, proto.name, _text(proto.doc_string), metadata)
 
     def _spec(self, op: str, proto: onnx.NodeProto, scope: _Scope) -> _NodeSpec:
-        """A node in canonical form. Raises ModelError if it reads a value that nothing computes."""
+        """A node in canonical form. Raises ModelError if the node reads a value that nothing computes."""
         reader = f"node {proto.name!r} ({op})" if proto.name else f"the {op} that makes {proto.output[0]!r}"
         inputs = [self._find(scope, name, reader) if name else ABSENT for name in proto.input]
         minimum = 2 if op == "Loop" else 0  # the trip count and the condition are always listed
@@ -494,7 +497,7 @@ class _Importer:
         if op == "Reshape" and raw.get("allowzero") and len(inputs) == 2:
             shape = scope.const(inputs[1])
             if shape is not None and shape.array is not None and shape.array.all():
-                del raw["allowzero"]  # it only matters if there is a 0
+                del raw["allowzero"]  # it only matters if the shape has a 0
         outputs = list(proto.output)
         while len(outputs) > 1 and not outputs[-1]:
             outputs.pop()
@@ -523,7 +526,7 @@ class _Importer:
         return raw, captured
 
     def _folded(self, spec: _NodeSpec, types: Sequence[TensorType], is_const: bool, scope: _Scope) -> bool:
-        """Make the outputs of a node constants, if possible. Returns whether they are."""
+        """If possible, make the outputs of a node constants. Returns whether that was done."""
         arrays = self._fold(spec, types, scope) if is_const else None
         if arrays is None and spec.op in ("Shape", "Size"):
             arrays = _fold_shape(spec.op, spec.attrs, spec.types[0])
@@ -560,7 +563,9 @@ class _Importer:
         return node
 
     def _compute_elements(self, spec: _NodeSpec, node: Node, type: TensorType, scope: _Scope) -> None:
-        """Note the elements of a node's first output, if it computes them from dimensions. `type` is its type."""
+        """Store the elements of a node's first output, if the node computes them from dimensions. `type` is the
+        output's type.
+        """
         if spec.op in ("Shape", "Size") or spec.of_dimensions:
             elements = self._with_consts(spec, scope)
             computed = symbolic_values.values(spec.op, spec.attrs, spec.types, elements, type)
@@ -570,7 +575,7 @@ class _Importer:
     def _type_formals(
         self, node: onnx.NodeProto, body: onnx.GraphProto, inputs: Sequence[Value], scope: _Scope
     ) -> None:
-        """Set the element types of the inputs of a loop's body if the file has none, in place.
+        """For inputs of a loop's body whose type the file leaves out, set the element type, in place.
 
         Raises Contradiction if an initial state has another type than the body declares.
         """
@@ -606,7 +611,7 @@ class _Importer:
                 return proto.s.decode()
             if kind == kinds.STRINGS and proto.strings:
                 return tuple(s.decode() for s in proto.strings)
-        except UnicodeDecodeError:  # not text: a RawAttr with the bytes, below
+        except UnicodeDecodeError:  # not text: becomes a RawAttr with the bytes, below
             pass
         copy = onnx.AttributeProto()
         copy.CopyFrom(proto)
@@ -634,7 +639,7 @@ class _Importer:
         return None
 
     def _output_types(self, spec: _NodeSpec, scope: _Scope) -> list[TensorType]:
-        """The types of a node's outputs. Raises InferenceError if its inputs' types or values do not fit it."""
+        """The types of a node's outputs. Raises InferenceError if the types or values of its inputs do not fit it."""
         op, attrs, types, outputs = spec.op, spec.attrs, spec.types, spec.outputs
         believed = [scope.types.get(name, UNKNOWN) for name in outputs]
         doubtful = not self.doubtful.isdisjoint(outputs)
@@ -656,18 +661,18 @@ class _Importer:
         return [self.dimensions(t) for t in both]
 
     def _compare(self, name: str, inferred: TensorType) -> None:
-        """Add a note if the declared type of a value is wrong."""
+        """Add a note if the type that the file declares for a value is wrong."""
         try:
             declared.check(name, self.claims[name], inferred)
         except Contradiction as error:
             self.note(error)
 
     def note(self, error: Contradiction) -> None:
-        """Note a wrong declaration, unless there is a note already: one error often causes others."""
+        """Add a note about a wrong declaration, unless one was added before: one error often causes others."""
         self.notes = self.notes or (f"what the model declares of its values is not believed: {error}",)
 
     def _with_consts(self, spec: _NodeSpec, scope: _Scope) -> list[Known | None]:
-        """The elements of a node's inputs, including those of small constants."""
+        """The elements of a node's inputs, as far as known; they include those of small constants."""
         consts = [
             None if v == ABSENT or e is not None else scope.const(v)
             for v, e in zip(spec.inputs, spec.elements)
@@ -694,14 +699,15 @@ class _Importer:
 
 
 def _text(field: str | bytes) -> str:
-    """A text for readers only, with replacements for bytes that are not UTF-8 (protobuf gives bytes then)."""
+    """A text that only people read. Bytes that are not UTF-8 are replaced (protobuf returns such texts as bytes)."""
     return field if isinstance(field, str) else field.decode(errors="replace")
 
 
 def _scalar(scope: _Scope, value: Value) -> Value:
     """A value, as a scalar if it is a vector of one element.
 
-    The limits of a Range are scalars in ONNX. ONNX Runtime accepts vectors, too, as long as it does not know the shape.
+    The limits of a Range are scalars in ONNX. ONNX Runtime also accepts vectors, as long as it does not know their
+    shape.
     """
     type = scope.type(value)
     if type.shape != (1,):
@@ -720,7 +726,7 @@ def _scalar(scope: _Scope, value: Value) -> Value:
 
 
 def _merged(first: TensorType, second: TensorType | None) -> TensorType:
-    """The type that both types allow. If they contradict each other, the first is believed."""
+    """The type that fits both types. If they contradict each other, the first one."""
     if second is None:
         return first
     try:
@@ -730,7 +736,7 @@ def _merged(first: TensorType, second: TensorType | None) -> TensorType:
 
 
 def _needed(nodes: Sequence[Node], outputs: Sequence[Value]) -> tuple[list[Node], set[Value]]:
-    """The nodes that the outputs depend on, and all values that are read. `nodes` has producers first."""
+    """The nodes on which the outputs depend, and all values that are read. `nodes` must have producers first."""
     used = set(outputs)
     needed = []
     for node in reversed(nodes):

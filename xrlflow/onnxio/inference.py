@@ -1,4 +1,4 @@
-"""ONNX's inference of types, also for models on which it would crash the process."""
+"""ONNX's inference of types, safe for models on which it would crash the process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import onnx.shape_inference
 
 from xrlflow.onnxio.protos import subgraphs
 
-# What ONNX's inference raises in strict mode; the latter if an element type is not known.
+# What ONNX's inference raises in strict mode; the last one if an element type is not known.
 REFUSED = (onnx.shape_inference.InferenceError, ValueError)
 
-# Operators whose inference reads the type of the first operand without asking whether it is known.
+# Operators whose inference reads the type of the first operand without checking that it is known.
 _ASSUMING = frozenset(
     [("", "EyeLike"), ("ai.onnx", "EyeLike"), ("", "RegexFullMatch"), ("ai.onnx", "RegexFullMatch")]
     + [("ai.onnx.ml", op) for op in ("DictVectorizer", "LabelEncoder", "TreeEnsemble")]
@@ -20,10 +20,11 @@ _ASSUMING = frozenset(
 
 
 def infer_shapes(model: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
-    """The same as `onnx.shape_inference.infer_shapes`, with the same errors, for models that crash it.
+    """`onnx.shape_inference.infer_shapes`, with the same results and errors, which does not crash.
 
-    Some operators (`_ASSUMING`) crash it if they read a value of unknown type: the output of an operator that ONNX does
-    not define, or of a later node, since files need not be sorted. Here such values get a tensor type without elements.
+    The inference of some operators (`_ASSUMING`) crashes if an operand has an unknown type. Such an operand is the
+    output of an operator that ONNX does not define, or of a later node, since files need not be sorted. Here these
+    operands get a tensor type without an element type.
     """
     if not any(True for _ in _assumed(model.graph)):
         return onnx.shape_inference.infer_shapes(model, **options)

@@ -1,4 +1,4 @@
-"""Files that are not valid models: every error is reported in one line."""
+"""Checks for files that are not valid models: every error is reported in one line."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import onnx.version_converter
 from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.protos import subgraphs
 
-# The exceptions of code that expects inputs, attributes of the right types, numbers in range, and UTF-8. Our own
-# mistakes would look the same, so every model that ONNX Runtime runs has to load (tests/fuzz/run.py).
+# Exceptions of code that expects inputs, attributes of the right types, numbers in range, and UTF-8. Mistakes in this
+# package would raise the same exceptions, so tests/fuzz/run.py checks that every model that ONNX Runtime runs is read.
 _MALFORMED = (
     ArithmeticError,
     AssertionError,
@@ -33,7 +33,7 @@ _MALFORMED = (
 
 # No tensor has a dimension with more elements.
 _LONGEST = 1 << 48
-# No tensor has more dimensions, so no list of sizes, axes or bounds is longer (pads: twice as long).
+# No tensor has more dimensions, so no list of sizes, axes or bounds is longer. (Lists of pads are twice as long.)
 _MOST_DIMENSIONS = 1 << 12
 _LISTS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Expand", "Reshape", "Tile", "Squeeze", "Unsqueeze", "Upsample", "CenterCropPad"), (1,)),
@@ -45,14 +45,14 @@ _LISTS: dict[str, tuple[int, ...]] = {
     "AffineGrid": (1,),
     "MaxUnpool": (2,),
 }
-# An Einsum's equation, without spaces: terms of letters, which may have an ellipsis.
+# The equation of an Einsum, without spaces: terms of letters, each with at most one ellipsis.
 _TERM = rb"[A-Za-z]*(\.\.\.[A-Za-z]*)?"
 _EQUATION = re.compile(rb"%b(,%b)*(->%b)?" % (_TERM, _TERM, _TERM))
 
 
 @contextmanager
 def reading(name: str, what: str) -> Iterator[None]:
-    """While a part of a file is read, turn the exceptions of malformed files into ModelError."""
+    """A context in which a part of a file is read: exceptions that malformed files cause become ModelError."""
     try:
         yield
     except ModelError:
@@ -65,11 +65,11 @@ def reading(name: str, what: str) -> Iterator[None]:
 
 
 def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] = frozenset()) -> None:
-    """Refuse what makes ONNX's own code abort or allocate endless memory: absurd numbers, undefined values, inputs
-    without a type.
+    """Refuse models on which ONNX's own code would abort or allocate endless memory: with absurd numbers, undefined
+    values, or inputs without a type.
 
-    A negative dimension, or one with a name that is not UTF-8, is made unknown in place, as is an absurd one of a value
-    that is computed. Raises ModelError.
+    A negative dimension, and one whose name is not UTF-8, is replaced by an unknown one, in place; so is an absurd
+    dimension of a computed value. Raises ModelError.
     """
     damaged = "the file is damaged, export it again"
     inputs = len(graph.input)
@@ -114,7 +114,7 @@ def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] =
 
 
 def _check_equation(name: str, node: onnx.NodeProto) -> None:
-    """Refuse an Einsum with whose equation ONNX's inference might not end."""
+    """Refuse an Einsum whose equation might keep ONNX's inference busy for ever."""
     for attribute in node.attribute:
         is_equation = node.op_type == "Einsum" and attribute.name == "equation"
         if is_equation and not _EQUATION.fullmatch(attribute.s.replace(b" ", b"")):
@@ -157,19 +157,19 @@ def check_inputs(name: str, graph: onnx.GraphProto) -> None:
             )
 
 
-# Functions that call each other can give a small file endless nodes.
+# The most nodes of inlined functions. Functions that call each other can make endless nodes of a small file.
 _MOST_NODES = 1_000_000
 
 
 def check_functions(name: str, model: onnx.ModelProto) -> None:
-    """Refuse functions that call themselves or exceed a million nodes when inlined, or with equations that are none.
+    """Refuse functions that call themselves, that exceed a million nodes when inlined, or that have invalid equations.
 
     Raises ModelError.
     """
     for function in model.functions:
         _check_equations(name, function.node)
     bodies = {(f.domain, f.name, f.overload): f for f in model.functions}
-    sizes: dict[tuple[str, str, str], int | None] = {}  # None: not yet known
+    sizes: dict[tuple[str, str, str], int | None] = {}  # None: not known yet
 
     def count(nodes: Iterable[onnx.NodeProto]) -> int:
         total = 0

@@ -1,4 +1,4 @@
-"""An imported model: its graph, and what its file says besides the computation."""
+"""An imported model: its graph, and everything in its file besides the computation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ON_RUNTIME = "xrlflow.left"
 
 @dataclass(frozen=True, slots=True)
 class NodeLabel:
-    """What a file says about a node that runtimes do not read."""
+    """What a file says about a node and runtimes do not read."""
 
     op: str
     name: str
@@ -46,20 +46,20 @@ class ImportedModel:
     """
 
     name: str
-    graph: Graph  # operators of opset 23; operators of later opsets have names like "ai.onnx@24::Swish"
-    opset: int  # to be written if the result needs no newer one: the file's, unless the user chose another
+    graph: Graph  # at opset 23; operators that only later opsets define have names like "ai.onnx@24::Swish"
+    opset: int  # to write unless the result needs a newer one: the file's, or the user's choice
     frame: onnx.ModelProto  # the file's ModelProto without nodes, initialisers and value infos
     bindings: Mapping[str, int]  # sizes of symbols, from the shapes that the caller gave
-    fixed: bool  # the bindings have replaced the symbols
-    nodes_before: int  # the number of operators in the file, with functions inlined, and with bodies
+    fixed: bool  # whether numbers have replaced the symbols in `bindings`
+    nodes_before: int  # the number of operators in the file, with functions inlined, and with those in bodies
     overridable: Mapping[str, Const]  # initialisers that are also graph inputs
     labels: Mapping[Value, NodeLabel]
     recipes: Mapping[Value, Recipe]  # of constants that need fewer bytes in the file as a node
     store: TensorStore
     stripped: bytes  # the file without large tensors: see wire.strip_model
     size: int  # bytes, including external data
-    external: bool  # the file has external data
+    external: bool  # whether the file has external data
     declared: Mapping[
         Value, tuple[int, ...]
     ]  # shapes, in numbers, that the file declares for computed values
-    notes: tuple[str, ...] = ()  # which of these shapes are wrong
+    notes: tuple[str, ...] = ()  # messages that say which of these shapes are wrong

@@ -35,13 +35,13 @@ _COUNTS = frozenset(
     ]
     + ["num_scan_inputs", "q_num_heads", "strides"]
 )
-# The numbers of attribute types in schemas.
+# The numbers by which schemas denote attribute types.
 _KINDS = {
     getattr(onnx.defs.OpSchema.AttrType, name): number
     for name, number in onnx.AttributeProto.AttributeType.items()
     if name != "UNDEFINED"
 }
-# What a Constant calls its value, by the value's type.
+# The attribute that holds a Constant's value, by the type of the value.
 _CONSTANT = {
     onnx.AttributeProto.TENSOR: "value",
     onnx.AttributeProto.SPARSE_TENSOR: "sparse_value",
@@ -62,7 +62,7 @@ _FORMER = {
 }
 _OPTIONAL = onnx.defs.OpSchema.FormalParameterOption.Optional
 _SINGLE = onnx.defs.OpSchema.FormalParameterOption.Single
-# Where an attribute of each type has its value; it has no other.
+# The field of an attribute that holds its value, by the attribute's type. Other fields must be empty.
 _FIELDS = {
     number: {
         "FLOAT": "f",
@@ -76,14 +76,14 @@ _FIELDS = {
 } | {onnx.AttributeProto.TYPE_PROTO: "tp"}
 _HEADS = ("kv_num_heads", "num_heads", "q_num_heads")
 _AUTO_PADS = frozenset([b"NOTSET", b"SAME_UPPER", b"SAME_LOWER", b"VALID"])
-# Attributes that are 0 or 1, and what ONNX Runtime takes for 1.
+# Attributes that must be 0 or 1, and the numbers that ONNX Runtime takes for 1.
 _YES: Mapping[str, Callable[[int], bool]] = {
     **dict.fromkeys(("keepdims", "ceil_mode", "noop_with_empty_axes"), (1).__eq__),
     **dict.fromkeys(("transA", "transB", "count_include_pad", "allowzero", "new_axis"), (0).__ne__),
 }
-# ONNX's inference takes the lower 32 bits of a number.
+# ONNX's inference uses only the lower 32 bits of a number.
 _LARGEST_AXIS = 1 << 12
-# ONNX Runtime checks less of these operators than ONNX does.
+# Operators that ONNX Runtime checks less than ONNX does.
 _LENIENT = frozenset(["NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"])
 _NOT_VALUES = frozenset(["name", "type", "doc_string", "ref_attr_name"])
 _STRING, _INT = onnx.AttributeProto.STRING, onnx.AttributeProto.INT
@@ -103,10 +103,10 @@ _Consts = Mapping[str, onnx.TensorProto]
 def check_nodes(name: str, model: onnx.ModelProto) -> None:
     """Refuse nodes that no runtime accepts. Raises ModelError, which names the node or value.
 
-    These are nodes without an operand, attribute or body that their operator needs, with an attribute that is of the
-    wrong type or that the operator does not have, with text that is not UTF-8, or with an output that another node
-    computes too. But for the text, ONNX Runtime checks the same when it loads a model. Operators that ONNX does not
-    define are not checked.
+    These are nodes that lack an operand, attribute or body that their operator needs; nodes with an attribute that is
+    of the wrong type or that the operator does not have; nodes with text that is not UTF-8; and nodes with an output
+    that another node computes, too. ONNX Runtime makes the same checks when it loads a model, except for the text.
+    Operators that ONNX does not define are not checked.
     """
     _check_nodes(name, model.graph, _opsets(model))
 
@@ -119,7 +119,7 @@ def _check_nodes(name: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -
     for value in (*graph.input, *graph.output):
         if not isinstance(value.name, str):
             raise ModelError(f"{name}: a value's name, {value.name!r}, is not UTF-8: {_DAMAGED}")
-    # A node that reads a value with such a name is refused below, so no node reads these.
+    # No node can read the values with such names, because a node that does is refused below.
     _drop(graph.value_info, [not isinstance(v.name, str) for v in graph.value_info])
     _drop(graph.initializer, [not isinstance(t.name, str) for t in graph.initializer])
     _drop(graph.sparse_initializer, [not isinstance(t.values.name, str) for t in graph.sparse_initializer])
@@ -161,20 +161,20 @@ def _drop(fields: Any, unwanted: Sequence[bool]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Definition:
-    """An operator's definition as Python objects, because reading ONNX's own takes long.
+    """An operator's definition as Python objects, because reading ONNX's own objects is slow.
 
-    The last entry of `operands` and of `results` holds for all further ones, too.
+    The last entry of `operands` and of `results` stands for all further ones, too.
     """
 
     schema: onnx.defs.OpSchema
     domain: str
-    since: int  # the opset of this definition
-    inputs: tuple[int, int]  # fewest and most
+    since: int  # the opset that introduced this definition
+    inputs: tuple[int, int]  # the fewest and the most
     outputs: tuple[int, int]
     operands: tuple[tuple[str, bool], ...]  # names, and whether each is optional
     results: tuple[tuple[str, bool], ...]
     attributes: Mapping[str, int]  # the numbers of their types
-    required: tuple[str, ...]  # attributes
+    required: tuple[str, ...]  # names of attributes
 
 
 @lru_cache(maxsize=4096)
@@ -208,7 +208,7 @@ def _definition(node: onnx.NodeProto, opsets: Mapping[str, int]) -> _Definition 
 
 
 def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
-    """What is wrong with a node of an operator that ONNX defines, or None."""
+    """A description of what is wrong with a node of an operator that ONNX defines, or None."""
     definition = _definition(node, opsets)
     if definition is None:
         return None
@@ -217,7 +217,7 @@ def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
     if node.op_type not in _FORMER and (
         definition.since > opsets.get(definition.domain, 0) or node.op_type == "LayerNormalization"
     ):
-        # ONNX Runtime has a definition of its own, which takes any attribute.
+        # ONNX Runtime has its own definition of this operator, which accepts any attribute.
         _drop(node.attribute, [a.name not in definition.attributes for a in node.attribute])
     _drop_unset(node)
     for what, count, (minimum, maximum) in (
@@ -239,7 +239,9 @@ def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
 
 
 def _one_value(node: onnx.NodeProto) -> bool:
-    """Leave a Constant its first attribute, in place: ONNX Runtime reads no more. Returns whether that is a value."""
+    """Remove all attributes of a Constant but the first, in place: ONNX Runtime reads only that one. Returns whether it
+    is a value.
+    """
     del node.input[:], node.attribute[1:]
     for value in node.attribute:
         fields = [f.name for f, _ in value.ListFields() if f.name not in ("type", _FIELDS.get(value.type))]
@@ -247,18 +249,20 @@ def _one_value(node: onnx.NodeProto) -> bool:
             value.ClearField(name)
         value.name = _CONSTANT.get(value.type, "")
         field = _FIELDS.get(value.type)
-        if field in ("i", "f", "s") and not value.HasField(field):  # nothing stands for 0
+        if field in ("i", "f", "s") and not value.HasField(field):  # a field that is not set stands for 0
             setattr(value, field, getattr(value, field))
     return bool(node.attribute and node.attribute[0].name)
 
 
 def _drop_unset(node: onnx.NodeProto) -> None:
-    """Remove numbers of heads that are not positive, in place: they mean the default, and inference divides by them."""
+    """Remove numbers of heads that are not positive, in place. They mean the default, but inference would divide by
+    them.
+    """
     _drop(node.attribute, [a.name in _HEADS and a.type == _INT and a.i < 1 for a in node.attribute])
 
 
 def _fault_of_attributes(node: onnx.NodeProto, definition: _Definition) -> str | None:
-    # ONNX Runtime reads no text as NOTSET, which is the default; ONNX's inference does not.
+    # Without a text, ONNX Runtime assumes NOTSET, the default; ONNX's inference does not.
     if "auto_pad" in definition.attributes:
         _drop(
             node.attribute, [a.name == "auto_pad" and a.type == _STRING and not a.s for a in node.attribute]
@@ -273,7 +277,7 @@ def _fault_of_attributes(node: onnx.NodeProto, definition: _Definition) -> str |
             return f"has the attribute {key!r} twice"
         names.add(key)
         if expected is None:
-            if key.startswith("__"):  # notes of runtimes to themselves, which need not have a type
+            if key.startswith("__"):  # private notes of a runtime, which need not have a type
                 continue
             return f"has the attribute {key!r}, which {node.op_type} does not have"
         if attribute.type != expected:
@@ -293,7 +297,7 @@ def _fault_of_attributes(node: onnx.NodeProto, definition: _Definition) -> str |
 
 
 def _fault_of_values(node: onnx.NodeProto, opset: int) -> str | None:
-    """What is wrong with the attributes' values."""
+    """A description of what is wrong with the attributes' values, or None."""
     if node.op_type not in ("Transpose", "If", "Loop", "Scan"):
         return None
     attributes = {a.name: a for a in node.attribute}
@@ -307,7 +311,9 @@ def _fault_of_values(node: onnx.NodeProto, opset: int) -> str | None:
 def _fault_of_body(
     node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto], opset: int
 ) -> str | None:
-    """What is wrong with the bodies of an If, Loop or Scan: the number of their inputs or outputs."""
+    """A description of what is wrong with the body of an If, Loop or Scan: the numbers of inputs or outputs. Or
+    None.
+    """
     outputs = len(node.output)
     if node.op_type == "If":
         for key in ("then_branch", "else_branch"):
@@ -319,9 +325,9 @@ def _fault_of_body(
     body = attributes["body"].g
     inputs = len(node.input)
     if node.op_type == "Loop":
-        states, more = inputs - 2, 1  # the body also computes the condition
+        states, more = inputs - 2, 1  # the body computes the condition, too
     else:
-        inputs -= opset < 9  # the first input had the lengths of a batch's sequences
+        inputs -= opset < 9  # in old opsets the first input had the lengths of the sequences in a batch
         states, more = inputs - attributes["num_scan_inputs"].i, 0
     if states < 0:
         return f"has {inputs} inputs, too few for what it scans"
@@ -339,10 +345,10 @@ def _range(low: int, high: int) -> str:
 def check_types(name: str, model: onnx.ModelProto) -> tuple[str, ...]:
     """Refuse nodes whose operands do not fit their operator: element types, ranks, axes, sizes. Returns notes.
 
-    What ONNX's inference refuses, ONNX Runtime refuses when it loads the model. Only the types of inputs and constants
-    are believed, and those that are inferred from them. Shapes that the file declares for outputs of operators that
-    ONNX does not define are believed unless they contradict these; then they are removed, in place, with a note. Raises
-    ModelError, which names the node.
+    A node that ONNX's inference refuses is also refused by ONNX Runtime when it loads the model. Only the types of
+    inputs and constants are believed, and types inferred from these. Shapes that the file declares for outputs of
+    operators that ONNX does not define are believed unless they contradict the types inferred; then they are removed,
+    in place, with a note. Raises ModelError, which names the node.
     """
     bare = _bare(model)
     wrong = _contradiction(bare)
@@ -360,19 +366,19 @@ def check_types(name: str, model: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of the model without declarations that may be wrong."""
+    """A copy of the model without those declarations that may be wrong."""
     bare = declared.forget(model, loops=True)
     without_claims(bare.graph)
-    inputs = {v.name for v in bare.graph.input}  # inference would use their defaults
+    inputs = {v.name for v in bare.graph.input}  # inference would use these inputs' defaults
     _drop(bare.graph.initializer, [t.name in inputs for t in bare.graph.initializer])
     return bare
 
 
 def _contradiction(bare: onnx.ModelProto) -> str | None:
-    """The first node of a model that ONNX's inference refuses, and why; None if there is none."""
+    """The first node of a model that ONNX's inference refuses, with the reason; None if it refuses none."""
     try:
         typed = infer_shapes(bare, check_type=True, strict_mode=True)
-    except _REFUSED:  # also where the types of some values are not known
+    except _REFUSED:  # inference also fails if the types of some values are unknown
         typed = _leniently_typed(bare)
     else:
         if all(map(declared.is_defined, all_nodes(bare.graph))):
@@ -390,7 +396,7 @@ def _leniently_typed(bare: onnx.ModelProto) -> onnx.ModelProto:
 def _first_refused(
     model: onnx.ModelProto, graph: onnx.GraphProto, types: _Types, consts: _Consts
 ) -> str | None:
-    """`_contradiction` for a graph with inferred types. `types` and `consts` are those of the graphs around it."""
+    """As `_contradiction`, for a graph with inferred types. `types` and `consts` are those of the graphs around it."""
     formals = {v.name for v in graph.input}
     types = {**types, **{v.name: v.type for v in (*graph.value_info, *graph.output, *graph.input)}}
     types.update((t.name, onnx.helper.make_tensor_type_proto(t.data_type, t.dims)) for t in graph.initializer)

@@ -1,4 +1,4 @@
-"""Writes the original model, as the result of a search without a gain."""
+"""Writes the original model as the result, when a search has gained nothing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from xrlflow.storage.files import cannot_write
 def save_original(model: ImportedModel, path: str | os.PathLike[str]) -> None:
     """Write the model as it was read, byte for byte.
 
-    External data is copied to the result's own files (see `external_data`), so only their names differ. If the model is
-    written to where it was read from, nothing changes. If it was read with `fix_shapes`, the dimensions differ. Raises
-    ModelError if a file cannot be written, or if the model's own was written to since it was read.
+    External data is copied to the result's own files (see `external_data`), so only the names of these files differ. If
+    the model is written to the file from which it was read, nothing changes. If it was read with `fix_shapes`, the
+    dimensions differ. Raises ModelError if a file cannot be written, or if the model's own file was written to since it
+    was read.
     """
     target = os.fspath(path)
     store = model.store
@@ -47,7 +48,7 @@ def _write(data: memoryview, file: BinaryIO) -> None:
 
 
 def _changed(model: ImportedModel, names: list[str]) -> bytes:
-    """The model with fixed shapes, if it was read with them, and with new names of its data files."""
+    """The bytes of the model with new names of its data files and, if it was read with fixed shapes, with these."""
     proto = onnx.ModelProto.FromString(bytes(model.store.data))
     if model.fixed:
         shapes.fix(proto, model.bindings, outputs=True)

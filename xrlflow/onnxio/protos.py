@@ -17,7 +17,7 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def all_nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
-    """The nodes of a graph or function, and of the bodies in it."""
+    """The nodes of a graph or function, and of the bodies inside it."""
     for node in graph.node:
         yield node
         for body in subgraphs(node):
@@ -64,7 +64,7 @@ def tensors_of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorPro
 
 
 def tensors_of_attribute(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor in an attribute, whatever its type says, and in its bodies."""
+    """Every tensor in an attribute and in its bodies, whatever type the attribute declares."""
     yield from (attribute.t, *attribute.tensors)
     for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
         yield from (sparse.values, sparse.indices)
@@ -92,7 +92,7 @@ def reads(node: onnx.NodeProto) -> set[str]:
 
 
 def live_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """The nodes that the outputs depend on, producers first (files are not always sorted).
+    """The nodes on which the outputs depend, producers first (files are not always sorted).
 
     Raises ValueError on a cycle.
     """

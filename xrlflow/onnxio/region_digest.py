@@ -1,8 +1,8 @@
-"""A digest of what the regions of a file compute, which ties a file to the library of its kernels.
+"""A digest of what the regions of a file compute. It ties the file to the library of their kernels.
 
-The name of the regions' domain ends in it. Whoever reads the file can compute it again: it is another one if a node, a
-weight or a size of a region was edited, and the same if the file was only saved again, with its weights elsewhere, or
-with other names of nodes.
+The name of the regions' domain ends with the digest, and a reader of the file can compute it again. It changes if a
+node, a weight or a size of a region was edited. It stays the same if the file was only saved again, with its weights
+elsewhere, or with other names of nodes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GRAPHS = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
 
 def digest_of_file(path: str | os.PathLike[str], domain: str) -> str | None:
-    """The digest of the regions of a domain in a file. None if their data cannot be read."""
+    """The digest of the regions of a domain in a file; None if the data of the file cannot be read."""
     name = os.fspath(path)
     try:
         store = TensorStore.of_file(name)
@@ -37,7 +37,7 @@ def digest_of_file(path: str | os.PathLike[str], domain: str) -> str | None:
 
 def region_digest(model: ModelProto, domain: str, store: TensorStore | None = None) -> str:
     """The digest of the regions of a domain: of their functions, of the weights that their nodes read, and of the sizes
-    of the model's inputs. Names that have the domain in them count without it.
+    of the model's inputs. In names that contain the domain, the domain is left out.
 
     `store` has the data of the model's tensors; default: the model itself. Raises ModelError if data is missing.
     """
@@ -57,14 +57,14 @@ def region_digest(model: ModelProto, domain: str, store: TensorStore | None = No
             if name in weights:
                 digester.add("weight", call.op_type, port)
                 digester.tensor(weights[name])
-    for name in sorted(name for name in weights if name.startswith(domain)):  # the sizes of a guard
+    for name in sorted(name for name in weights if name.startswith(domain)):  # sizes in a guard
         digester.add("size", name)
         digester.tensor(weights[name])
     return digester.digest.hexdigest()
 
 
 def _calls(graph: GraphProto, domain: str) -> Iterator[NodeProto]:
-    """The nodes of a domain, also in bodies."""
+    """The nodes of a domain, including those in bodies."""
     for node in graph.node:
         if node.domain == domain:
             yield node
@@ -73,7 +73,7 @@ def _calls(graph: GraphProto, domain: str) -> Iterator[NodeProto]:
 
 
 class _Digester:
-    """Takes in parts of a model, one after the other."""
+    """A digest to which parts of a model are added one after the other."""
 
     def __init__(self, domain: str, store: TensorStore) -> None:
         self._domain, self._store = domain, store

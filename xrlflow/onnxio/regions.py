@@ -1,7 +1,7 @@
-"""Parts of a model that become one operator each, whose function is the part itself.
+"""Turns parts of a model into one operator each, whose ONNX function is the part itself.
 
-Where a library implements the operator, its kernel runs. Elsewhere ONNX Runtime puts the body of the function in its
-place and optimises it like the rest of the model.
+If a library implements the operator, the library's kernel runs. Otherwise ONNX Runtime replaces the operator by the
+body of its function, and optimises it like the rest of the model.
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ _OVERRIDABLE = 4
 class Region:
     """A part of a graph."""
 
-    nodes: tuple[int, ...]  # positions in the graph, ascending
-    inputs: tuple[str, ...]  # values from outside that the nodes read
-    outputs: tuple[str, ...]  # values that are read outside
+    nodes: tuple[int, ...]  # indices of nodes in the graph, ascending
+    inputs: tuple[str, ...]  # values computed outside that the nodes read
+    outputs: tuple[str, ...]  # values that nodes outside, or the graph's outputs, read
     weights: tuple[str, ...]  # initializers that the nodes read
 
 
 def region_of(graph: GraphProto, nodes: Iterable[int]) -> Region:
-    """The region of these nodes. They must be convex: no path may leave them and come back.
+    """The region that consists of these nodes. They must be convex: no path between two of them may contain another
+    node.
 
-    An initializer that is also an input of the graph is an input of the region: a caller may give another value.
+    An initializer that is also an input of the graph is an input of the region, because a caller may give another
+    value.
     """
     positions = sorted(nodes)
     inside = {name for i in positions for name in graph.node[i].output if name}
@@ -73,10 +75,10 @@ def region_of(graph: GraphProto, nodes: Iterable[int]) -> Region:
 
 
 def whole_region(graph: GraphProto, outputs: Sequence[str] | None = None) -> Region:
-    """The region of all nodes: with all inputs of the graph, in its order, whether they are read or not.
+    """The region of all nodes. It has all inputs of the graph, in the graph's order, whether they are read or not.
 
-    `outputs`: by default those outputs of the graph that a node computes, in the graph's order. A graph and the same
-    graph with its constants folded compute the same outputs, so their regions have the same ports.
+    `outputs`: by default those outputs of the graph that a node computes, in the graph's order. A graph, and the same
+    graph with folded constants, compute the same outputs, so their regions have the same inputs and outputs.
     """
     computed = {name for node in graph.node for name in node.output}
     weights = [tensor.name for tensor in graph.initializer]
@@ -87,12 +89,14 @@ def whole_region(graph: GraphProto, outputs: Sequence[str] | None = None) -> Reg
 
 
 def names_read(node: NodeProto) -> set[str]:
-    """The values that a node reads, also from inside its bodies. What a body computes itself is not among them."""
+    """The values that a node reads, also from inside its bodies. Values that a body computes itself are not
+    included.
+    """
     return set(_reads([node]))
 
 
 def _reads(nodes: Iterable[NodeProto]) -> Iterator[str]:
-    """The values that nodes read, in their order, some several times."""
+    """The values that nodes read, in the order of reading; values may be repeated."""
     for node in nodes:
         yield from (name for name in node.input if name)
         for attribute in node.attribute:
@@ -107,11 +111,11 @@ def _reads(nodes: Iterable[NodeProto]) -> Iterator[str]:
 
 
 def cut(graph: GraphProto, fits: Callable[[NodeProto], bool], *, minimum: int = 2) -> list[Region]:
-    """The nodes that fit, in convex regions of at least `minimum` nodes, as large as possible.
+    """The nodes for which `fits` holds, divided into convex regions of at least `minimum` nodes, as large as possible.
 
     A node that does not fit is a border. A node's level is the largest number of borders on a path to it. The regions
-    are the connected parts of each level; they are convex, because a path that leaves a level only comes to higher
-    ones.
+    are the connected parts of each level. They are convex, because a path that leaves a level only reaches higher
+    levels.
     """
     level: dict[str, int] = {}
     levels: dict[int, list[int]] = {}
@@ -129,7 +133,7 @@ def cut(graph: GraphProto, fits: Callable[[NodeProto], bool], *, minimum: int = 
 
 
 def _connected(graph: GraphProto, nodes: Sequence[int]) -> list[list[int]]:
-    """These nodes in groups that share no value that a node computes."""
+    """The nodes divided into groups. No value that a node computes connects two of the groups."""
     parent = {i: i for i in nodes}
 
     def root(i: int) -> int:
@@ -151,8 +155,9 @@ def _connected(graph: GraphProto, nodes: Sequence[int]) -> list[list[int]]:
 
 
 def extracted(model: ModelProto, region: Region, types: Mapping[str, TypeProto]) -> ModelProto:
-    """The region as a model, with inputs and outputs in the region's order. `types`: of the values that cross its
-    border."""
+    """The region as a model, with inputs and outputs in the region's order. `types`: of the values that enter or leave
+    the region.
+    """
     graph = model.graph
     result = ModelProto(ir_version=model.ir_version)
     result.opset_import.extend(model.opset_import)
@@ -171,8 +176,8 @@ def with_functions(
 ) -> ModelProto:
     """The model with each region as one node of `domain`, and as a function of that name.
 
-    Weights that are read in one region only are constants of its function or, with `weights_as_inputs`, inputs of the
-    node after the region's own.
+    Weights that only one region reads become constants of its function or, with `weights_as_inputs`, further inputs of
+    its node, after the region's inputs.
     """
     graph = model.graph
     result = ModelProto()
@@ -244,7 +249,9 @@ def _function(
 
 
 def _sort(graph: GraphProto) -> None:
-    """Put nodes behind the nodes that they read. A region is put where its last node was, which may be too late."""
+    """Sort nodes so that each follows the nodes that it reads. A region's node stands where the region's last node was,
+    which may be after its readers.
+    """
     computed = {name for node in graph.node for name in node.output if name}
     pending, available = list(graph.node), set[str]()
     ordered: list[NodeProto] = []
@@ -270,15 +277,15 @@ def with_guard(
     domain: str,
     inner: ModelProto | None = None,
 ) -> ModelProto:
-    """A model with open dimensions that runs its whole graph as the region `name` if its inputs have these `sizes`.
+    """A model with symbolic dimensions that runs its whole graph as the region `name` if its inputs have these `sizes`.
 
     An If compares the inputs' shapes with `sizes`. For other shapes it calls a second function with the same nodes,
     which no library implements. Weights are constants of that function, because ONNX Runtime does not optimise nodes
-    inside an If that read outer initializers. A guarded model can be guarded again, for further sizes. `inner`: a model
-    for these sizes with regions in `domain`, whose graph runs instead of the one region.
+    inside an If that read outer initializers. A model with a guard can get further guards, for other sizes. `inner`: a
+    model for these sizes with regions in `domain`; its graph then runs instead of the single region.
     """
     graph = model.graph
-    prefix = f"{domain}.{name}"  # of names that the model does not have
+    prefix = f"{domain}.{name}"  # begins the names that the model does not have yet
     region = whole_region(graph)
     guarded = with_functions(model, {name: region}, domain)
     (call,) = guarded.graph.node
@@ -325,7 +332,7 @@ def with_guard(
 
 
 def _call(outputs: Sequence[ValueInfoProto], call: NodeProto, prefix: str, function: str) -> GraphProto:
-    """A branch that calls a function with values of the surrounding graph."""
+    """A branch that calls a function with values of the graph around it."""
     graph = GraphProto()
     inner = graph.node.add()
     inner.CopyFrom(call)
@@ -346,7 +353,7 @@ def _branch(outputs: Sequence[ValueInfoProto], inner: GraphProto, prefix: str) -
     for tensor in graph.initializer:
         tensor.name = names[tensor.name]
     for output in outputs:
-        if output.name not in names:  # an input, as it is
+        if output.name not in names:  # the output is an input, returned as it is
             names[output.name] = f"{prefix}.{output.name}"
             graph.node.append(helper.make_node("Identity", [output.name], [names[output.name]]))
         value = graph.output.add(name=names[output.name], type=output.type)
@@ -356,7 +363,7 @@ def _branch(outputs: Sequence[ValueInfoProto], inner: GraphProto, prefix: str) -
 
 
 def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
-    """Rename the values that a node reads and computes, and what its bodies read from outside."""
+    """Rename the values that a node reads and computes, and the values that its bodies read from outside."""
     for field in (node.input, node.output):
         for index, name in enumerate(field):
             field[index] = names.get(name, name)
@@ -398,7 +405,7 @@ def save_regions(model: ModelProto, path: str | os.PathLike[str]) -> None:
 def _referring(
     model: ModelProto, large: Sequence[TensorProto], offsets: Sequence[int], location: str
 ) -> ModelProto:
-    """The model with the data of large initializers in another file."""
+    """The model, in which the data of large initializers is a reference to another file."""
     result = _without_graph(model)
     names = {tensor.name for tensor in large}
     for field, value in model.graph.ListFields():

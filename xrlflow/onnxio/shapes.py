@@ -40,10 +40,11 @@ _Shape = onnx.TensorShapeProto
 
 
 def name_dimensions(proto: onnx.ModelProto) -> None:
-    """Give each nameless dimension of an input a symbol ("input.0"), in place. All readers of the input share it.
+    """Give each nameless dimension of an input a symbol ("input.0"), in place. All readers of the input share the
+    symbol.
 
-    Dimensions share a name only if they do in the file. Declared sizes of a sequence's elements are removed: no runtime
-    checks them, and elements may differ in size.
+    Two dimensions have the same name only if they have it in the file. Declared sizes of a sequence's elements are
+    removed: no runtime checks them, and elements may differ in size.
     """
     shapes = [(v, v.type.tensor_type.shape) for v in proto.graph.input if v.type.HasField("tensor_type")]
     used_names = {dim.dim_param for _, shape in shapes for dim in shape.dim}
@@ -60,7 +61,7 @@ def name_dimensions(proto: onnx.ModelProto) -> None:
             own = dim.dim_param
             if not dim.HasField("dim_value") and not own:
                 dim.dim_param = free(f"{value.name}.{axis}")
-            elif dims.is_computed(own) or is_made_up(own):  # such a name has another meaning here
+            elif dims.is_computed(own) or is_made_up(own):  # here such a name has another meaning
                 dim.dim_param = renamed[own] if own in renamed else renamed.setdefault(own, free(own))
     for value in proto.graph.input:
         for kind in tensors(value.type) if not value.type.HasField("tensor_type") else ():
@@ -68,9 +69,9 @@ def name_dimensions(proto: onnx.ModelProto) -> None:
 
 
 def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The sizes of symbols according to `shapes`. All dimensions of inputs have names (`name_dimensions`).
+    """The sizes of symbols that follow from `shapes`. All dimensions of inputs must have names (`name_dimensions`).
 
-    Gives an input of unknown rank its dimensions, in place. Raises ModelError if an input is unknown, or if ranks or
+    An input of unknown rank gets its dimensions, in place. Raises ModelError if an input is unknown, or if ranks or
     sizes contradict each other.
     """
     inputs = {v.name: v for v in proto.graph.input}
@@ -113,9 +114,9 @@ def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]])
 
 
 def fix(proto: onnx.ModelProto, bindings: Mapping[str, int], *, outputs: bool = False) -> None:
-    """Replace the symbols of inputs with their sizes, in place; also those of outputs, if asked.
+    """Replace the symbols in inputs by their sizes, in place; in outputs, too, with `outputs`.
 
-    Other values are left as they are: that they have the size of an input is only a claim.
+    Other values stay as they are: only the file claims that they have the size of an input.
     """
     for value in proto.graph.input:
         if value.type.HasField("tensor_type"):
@@ -138,7 +139,9 @@ def fix(proto: onnx.ModelProto, bindings: Mapping[str, int], *, outputs: bool = 
 def as_declared(
     frame: onnx.ModelProto, named: onnx.ModelProto, bindings: Mapping[str, int]
 ) -> dict[str, int]:
-    """Sizes by the symbols that the file has for its inputs, from sizes by those of `name_dimensions`."""
+    """The sizes by the symbols that the file uses for its inputs, given the sizes by the symbols of
+    `name_dimensions`.
+    """
     sizes = dict(bindings)
     for old, new in zip(frame.graph.input, named.graph.input):
         for a, b in zip(old.type.tensor_type.shape.dim, new.type.tensor_type.shape.dim):
@@ -148,10 +151,10 @@ def as_declared(
 
 
 def solve(graph: Graph, bindings: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of all dimensions of the graph that follow from `bindings`, including these.
+    """The sizes of all dimensions of the graph that follow from `bindings`, and these bindings.
 
-    Formulas are evaluated. Names that ONNX's inference invented have no formula: for them types are inferred again with
-    numbers, and small values that the model computes from sizes (shapes, axes, counts) are evaluated.
+    Formulas are evaluated. Names that ONNX's inference invented have no formula: for them, types are inferred again
+    with numbers, and small values that the model computes from sizes (shapes, axes, counts) are evaluated.
     """
     numbers = dict(bindings)
     open_ = dict.fromkeys(_symbolic(graph))
@@ -164,10 +167,10 @@ def solve(graph: Graph, bindings: Mapping[str, int]) -> dict[str, int]:
 
 
 class DimensionNames:
-    """Gives equal computed dimensions one name.
+    """Gives equal computed dimensions the same name.
 
-    Dimensions are formulas in normal form (`xrlflow.ir.dims`), which decides whether two of them are equal at all
-    sizes. The first form is used for all.
+    Dimensions are formulas in normal form (`xrlflow.ir.dims`, which decides whether two of them are equal at all
+    sizes). Of equal formulas the first one is used.
     """
 
     def __init__(self) -> None:
@@ -181,7 +184,7 @@ class DimensionNames:
                 self._name(dim)
 
     def __call__(self, type: TensorType) -> TensorType:
-        """The type with named dimensions."""
+        """The type with its dimensions replaced by their names."""
         if type.shape is None or not any(map(dims.is_computed, type.shape)):
             return type
         shape = tuple(self._name(d) if isinstance(d, str) and dims.is_computed(d) else d for d in type.shape)
@@ -202,9 +205,9 @@ class DimensionNames:
 def without_claims(graph: onnx.GraphProto) -> None:
     """Give each symbol that a file declares for a computed dimension a name of its own, in place.
 
-    Only symbols of inputs are facts. Runtimes do not check the types of other values, so two dimensions of one name may
-    differ. Types of outputs are removed. Types that inference starts from (of operators that ONNX does not define, of
-    inputs of bodies) get unknown sizes.
+    Only the symbols of inputs can be trusted. Runtimes do not check the types of other values, so two dimensions of the
+    same name may differ. Types of outputs are removed. Types with which inference starts (of operators that ONNX does
+    not define, and of inputs of bodies) get unknown sizes.
     """
     fresh = (f"unk__d{k}" for k in count())
     for value in graph.output:
@@ -225,7 +228,7 @@ def _without_claims_inside(body: onnx.GraphProto, fresh: Iterator[str]) -> None:
 
 
 def _rename(type: onnx.TypeProto, name: Callable[[], str]) -> None:
-    """Rename the symbols of a tensor's dimensions; those of a sequence's elements are removed."""
+    """Rename the symbols of a tensor's dimensions. Symbols of a sequence's elements are removed."""
     if not type.HasField("tensor_type"):
         name = str
     for dim in _dimensions(type):
@@ -251,7 +254,7 @@ def _dimensions(type: onnx.TypeProto) -> Iterator[_Shape.Dimension]:
 def without_names_of_elements(graph: onnx.GraphProto) -> None:
     """Remove the names that ONNX's inference invents for dimensions of a sequence's elements, in place.
 
-    It gives every element taken from the sequence the same name, although their sizes may differ.
+    Inference gives the same name to all elements taken from the sequence, although their sizes may differ.
     """
     types = [*_all_types(graph)]
     made_up = {
@@ -268,7 +271,7 @@ def without_names_of_elements(graph: onnx.GraphProto) -> None:
 
 
 def _symbolic(graph: Graph) -> Iterator[str]:
-    """The dimensions of values in a graph and its bodies that are not numbers."""
+    """The dimensions, in a graph and its bodies, that are no numbers."""
     for node in graph.nodes():
         yield from (d for t in node.types for d in t.shape or () if isinstance(d, str))
         for body in node.attrs.values():
@@ -282,7 +285,7 @@ def is_made_up(dim: Dim) -> TypeGuard[str]:
 
 
 def without_computed(type: TensorType) -> TensorType:
-    """The type without computed dimensions: a file cannot hold formulas, and inference finds them again."""
+    """The type without computed dimensions. A file cannot hold formulas, and inference finds them again."""
     if type.shape is None or not any(isinstance(d, str) for d in type.shape):
         return type
     shape = tuple(None if is_made_up(d) or dims.is_computed(d) else d for d in type.shape)
@@ -290,7 +293,7 @@ def without_computed(type: TensorType) -> TensorType:
 
 
 def without_symbols(type: TensorType) -> TensorType:
-    """The type without symbols, which are only claims of the file."""
+    """The type without symbols, which only the file claims."""
     if type.shape is None or not any(isinstance(d, str) for d in type.shape):
         return type
     shape = tuple(d if isinstance(d, int) else None for d in type.shape)
@@ -303,7 +306,7 @@ def _solve(
     types: dict[Value, TensorType],
     evaluated: dict[Value, npt.NDArray[Any]],
 ) -> None:
-    """Add sizes to `numbers`. `types` and `evaluated`: types and small values of the graph's captured inputs."""
+    """Add sizes to `numbers`. `types` and `evaluated` are the types and small values of the graph's captured inputs."""
 
     def type_of(value: Value) -> TensorType:
         if value not in types:
@@ -333,20 +336,20 @@ def _solve(
 
 
 def _inferred(node: Node, types: Sequence[TensorType | None], arrays: _Arrays) -> Sequence[TensorType]:
-    """The outputs' types, inferred from the inputs' types and small values; as declared if that fails."""
+    """The outputs' types, inferred from the inputs' types and small values. If inference fails, the declared types."""
     if schema(node.op) is None or any(isinstance(a, Body) for a in node.attrs.values()):
         return node.types
     data = [None if a is None or t is None else Const(t, ArrayHandle(a), a) for a, t in zip(arrays, types)]
     try:
         return infer(node.op, node.attrs, types, data, len(node.outputs))
-    except InferenceError:  # the file that declares its types may know more
+    except InferenceError:  # the file that declares these types may know more
         return node.types
 
 
 def _evaluated(
     node: Node, out_types: Sequence[TensorType], types: Sequence[TensorType | None], arrays: _Arrays
 ) -> dict[Value, npt.NDArray[Any]]:
-    """The outputs of a node, if they are small and all inputs are evaluated; otherwise nothing."""
+    """The outputs of a node, if they are small and all its inputs are evaluated; otherwise an empty mapping."""
     if not is_foldable(node.op) or any(
         t.dtype is DType.UNDEFINED or t.size is None or t.size > SMALL for t in out_types
     ):
@@ -367,7 +370,7 @@ def _evaluated(
         return {}
     try:
         results = evaluate_node(node.op, node.attrs, arrays, len(out_types))
-    except (NotEvaluable, *MISFIT):  # the latter: the shapes do not fit the model, as a run will say
+    except (NotEvaluable, *MISFIT):  # MISFIT: the given shapes do not fit the model, which a run will report
         return {}
     return {
         v: np.asarray(a).astype(numpy_dtype(t.dtype)) for v, a, t in zip(node.outputs, results, out_types)

@@ -1,4 +1,4 @@
-"""Constants whose data stays where it is: in the mapped model file, in external data, or in memory."""
+"""Constants whose data is not loaded: it stays in the mapped model file, in external data, or in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from xrlflow.ops.tensors import numpy_dtype
 
 # Large constants are first compared by this many bytes at three positions.
 _SAMPLE = 4096
-# Bytes compared at a time, so that two mapped tensors need no memory of their own.
+# The number of bytes compared at a time, so that comparing two mapped tensors needs little memory.
 _CHUNK = 1 << 22
 
 
@@ -57,7 +57,7 @@ def raw_bytes(array: npt.NDArray[Any], dtype: DType) -> memoryview:
 
 
 def tensor_proto(name: str, const: Const, data: bool = True) -> onnx.TensorProto:
-    """A constant as a TensorProto, with its data, or without for the caller to add it."""
+    """A constant as a TensorProto: with its data, or (not `data`) without, so that the caller adds it."""
     if const.type.dtype == DType.STRING:
         return onnx.numpy_helper.from_array(const.numpy(), name)
     dims = const.type.shape or ()
@@ -78,7 +78,7 @@ def raw_data(const: Const) -> memoryview:
 
 
 def array_const(array: npt.NDArray[Any], dtype: DType) -> Const:
-    """An array as a constant. If it is small, its elements are available (read-only)."""
+    """An array as a constant. The elements of a small constant can be read (but not written)."""
     data = np.asarray(array).view()
     data.flags.writeable = False
     return Const(TensorType(dtype, data.shape, True), ArrayHandle(data), data if data.size <= SMALL else None)
@@ -106,7 +106,9 @@ def same_content(a: Const, b: Const) -> bool:
 
 @dataclass(slots=True)
 class ConstPool:
-    """Gives equal large constants one value. Samples are compared first, everything only if they are equal."""
+    """Gives equal large constants the same value. It first compares samples, and compares everything only if these are
+    equal.
+    """
 
     _buckets: dict[int, list[Const]] = field(default_factory=dict)
 
@@ -129,10 +131,10 @@ def _is_within(path: str, folder: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedFile:
-    """A file whose bytes are mapped. They stay the same if another file takes its place, and change if it is written
-    to: behind the end of a file that became shorter, reading kills the process.
+    """A file whose bytes are mapped. They stay the same if another file replaces this one, and change if it is written
+    to. If the file became shorter, reading beyond its end kills the process.
 
-    `state`: what tells one version of a file from another.
+    `state`: data that differs between versions of a file.
     """
 
     path: str
@@ -147,7 +149,7 @@ class MappedFile:
 
     @property
     def current(self) -> bool:
-        """Whether who opens the path now reads what was mapped."""
+        """Whether the path still leads to the file that was mapped."""
         try:
             return _state(os.stat(self.path)) == self.state
         except OSError:
@@ -160,7 +162,7 @@ def _state(status: os.stat_result) -> tuple[int, ...]:
 
 def map_file(path: str) -> MappedFile:
     """Map a file. Raises OSError, also for a pipe or a device."""
-    # Without O_NONBLOCK, opening a pipe would wait for a writer.
+    # Without O_NONBLOCK, opening a pipe would wait until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         status = os.fstat(descriptor)
@@ -197,9 +199,10 @@ class TensorStore:
         return TensorStore(path, file.data, path, mapped=[file])
 
     def check_unchanged(self, *, current: bool = False) -> None:
-        """Raise ModelError if a mapped file was written to: what was computed from its weights is old, others are new.
+        """Raise ModelError if a mapped file was written to: some results would come from old weights, others from new
+        ones.
 
-        `current`: also if there is another file, or none, at its path.
+        `current`: also raise it if the path now leads to another file, or to none.
         """
         for file in self.mapped:
             if file.written or (current and not file.current):
@@ -208,7 +211,9 @@ class TensorStore:
                 )
 
     def const(self, proto: onnx.TensorProto) -> Const:
-        """A tensor as a constant. Raises ModelError if its data is missing, misplaced or too short, or has no type."""
+        """A tensor as a constant. Raises ModelError if its data is missing, misplaced or too short, or if it has no
+        type.
+        """
         with reading(self.name, f"tensor {proto.name!r}"):
             return self._const(proto)
 
@@ -234,13 +239,15 @@ class TensorStore:
         return Const(TensorType(dtype, shape, True), handle, small)
 
     def check(self, proto: onnx.TensorProto) -> int:
-        """The bytes of a tensor that are outside the model's own file. Raises as `const` does."""
+        """The bytes of a tensor's data outside the model's own file. Raises as `const` does."""
         const = self.const(proto)
         inside = any(e.key == "location" and e.value == EMBEDDED for e in proto.external_data)
         return 0 if inside else const.type.nbytes or 0
 
     def fill(self, tensors: Iterable[onnx.TensorProto]) -> None:
-        """Put back the data that `wire.strip_model` removed, in place, but not data that is external in the file."""
+        """Put back the data that `wire.strip_model` removed, in place, but not data that is external in the file
+        itself.
+        """
         for proto in tensors:
             entries = {e.key: e.value for e in proto.external_data}
             if entries.get("location") == EMBEDDED:
@@ -268,7 +275,7 @@ class TensorStore:
         return source[offset : offset + length]
 
     def file(self, tensor: str, location: str) -> memoryview:
-        """The data file that a tensor names. Raises ModelError if there is none, or none in the model's folder."""
+        """The data file that a tensor names. Raises ModelError if it does not exist or is not in the model's folder."""
         if location in self.files:
             return self.files[location]
         if self.path is None:

@@ -1,8 +1,8 @@
-"""Brings models of other opsets to the canonical one, node by node, in bodies too, and back.
+"""Converts models of other opsets to the canonical opset and back, node by node, including the nodes in bodies.
 
 `ADAPTERS` says what changed in which version of which operator. A version that is not in the table only allows more
-element types, more ranks, or optional attributes and inputs whose default is the old behaviour. Source: the operators'
-changelog, https://github.com/onnx/onnx/blob/main/docs/Changelog.md
+element types or ranks, or adds optional attributes and inputs whose default is the old behaviour. Source: the
+operators' changelog, https://github.com/onnx/onnx/blob/main/docs/Changelog.md
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from xrlflow.onnxio.protos import all_names, all_nodes, subgraphs
 from xrlflow.ops.infer import type_proto
 from xrlflow.ops.schema import OPSET
 
-# Operators whose definition differs from the canonical opset's have this as their domain, followed by their version.
+# The domain of operators whose definition differs from the canonical opset's. Their version follows it.
 QUALIFIED = "ai.onnx@"
 
-# The readable opsets: the first whose elementwise operators broadcast as today's do, and the last that ONNX Runtime
-# runs. Older models can be read if their operators did not change before opset 7, or have an adapter.
+# The opsets that can be read: from the first whose elementwise operators broadcast as today's do, to the last that ONNX
+# Runtime runs. Older models can be read if their operators did not change before opset 7, or have an adapter.
 OLDEST, NEWEST = 7, 28
-# ONNX Runtime 1.23 has kernels for these at opset 21, and not at the canonical one.
+# Operators for which ONNX Runtime 1.23 has kernels at opset 21, but not at the canonical one.
 _LATE_KERNELS, _BEFORE_LATE, _KERNELS_SINCE = frozenset({"QuantizeLinear", "DequantizeLinear"}), 21, (1, 24)
 
 _LAST = 2**31 - 1
 
 
 class _NotConvertible(Exception):
-    """The canonical opset cannot express an old operator. The text says why."""
+    """The canonical opset cannot express an old operator. The message says why."""
 
 
 class _Context:
@@ -102,7 +102,7 @@ _Adapter = Callable[[_Context, onnx.NodeProto], None]
 
 
 def _pop(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
-    """Remove an attribute from a node, and return it."""
+    """Remove an attribute from a node and return it."""
     for at, attribute in enumerate(node.attribute):
         if attribute.name == name:
             copy = onnx.AttributeProto()
@@ -118,14 +118,16 @@ def _set(node: onnx.NodeProto, name: str, value: int | float | str) -> None:
 
 
 def _input(node: onnx.NodeProto, index: int, name: str) -> None:
-    """Set an input. Missing inputs before it are left empty."""
+    """Set an input of a node. If inputs before it are missing, empty ones are added."""
     while len(node.input) <= index:
         node.input.append("")
     node.input[index] = name
 
 
 def _ints_to_input(attribute: str, index: int) -> _Adapter:
-    """Turn an attribute, a list of integers, into an input. An empty list meant the same as none."""
+    """An adapter that turns an attribute, a list of integers, into an input. An empty list meant the same as no
+    attribute.
+    """
 
     def adapt(cx: _Context, node: onnx.NodeProto) -> None:
         values = _pop(node, attribute)
@@ -136,7 +138,7 @@ def _ints_to_input(attribute: str, index: int) -> _Adapter:
 
 
 def _coerced(cx: _Context, node: onnx.NodeProto) -> None:
-    """Softmax and similar operators normalised over all axes from `axis` on; now only over `axis`."""
+    """Softmax and similar operators normalised over all axes from `axis` on; now they normalise over `axis` alone."""
     attribute = _pop(node, "axis")
     axis = attribute.i if attribute is not None else 1
     rank = cx.rank(node.input[0])
@@ -156,7 +158,7 @@ def _clip(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _dropout_mask(cx: _Context, node: onnx.NodeProto) -> None:
-    """The mask had the element type of the data; now it is boolean."""
+    """The mask of a Dropout had the element type of the data; now it is boolean."""
     if len(node.output) > 1 and node.output[1]:
         old = node.output[1]
         node.output[1] = cx.name(old)
@@ -164,7 +166,7 @@ def _dropout_mask(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _dropout_ratio(cx: _Context, node: onnx.NodeProto) -> None:
-    _pop(node, "ratio")  # only used in training
+    _pop(node, "ratio")  # ratio is only used in training
 
 
 def _pad(cx: _Context, node: onnx.NodeProto) -> None:
@@ -212,8 +214,8 @@ def _old_coordinates(node: onnx.NodeProto, nearest: str) -> None:
 
 
 def _resize(cx: _Context, node: onnx.NodeProto) -> None:
-    """Resize-10 did not define coordinates. ONNX Runtime rounds them down to enlarge and up to shrink."""
-    if len(node.input) > 2:  # an Upsample that was adapted before
+    """Resize-10 did not define coordinates. ONNX Runtime rounds them down to enlarge an image and up to shrink it."""
+    if len(node.input) > 2:  # the node was an Upsample, which is already adapted
         return
     mode = next((a.s.decode() for a in node.attribute if a.name == "mode"), "nearest")
     nearest = "floor"
@@ -235,7 +237,7 @@ def _batchnorm_spatial(cx: _Context, node: onnx.NodeProto) -> None:
     attribute = _pop(node, "spatial")
     if attribute is None or attribute.i != 0:
         return
-    # One mean per element is no BatchNormalization any more: write plain arithmetic, which broadcasts over N.
+    # A BatchNormalization can no longer have one mean per element. Write plain arithmetic, which broadcasts over N.
     epsilon = _pop(node, "epsilon")
     _pop(node, "momentum")
     x, scale, bias, mean, var = node.input
@@ -247,7 +249,9 @@ def _batchnorm_spatial(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _batchnorm_outputs(cx: _Context, node: onnx.NodeProto) -> None:
-    """Further outputs meant training. ONNX Runtime computes inference in any case, and leaves them empty."""
+    """More than one output meant training. ONNX Runtime computes inference in any case, and leaves the other outputs
+    empty.
+    """
     del node.output[1:]
 
 
@@ -267,7 +271,7 @@ def _dft(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _group_norm(cx: _Context, node: onnx.NodeProto) -> None:
-    """Scale and bias were per group; now they are per channel."""
+    """Scale and bias of a GroupNormalization were per group; now they are per channel."""
     groups = next(a.i for a in node.attribute if a.name == "num_groups")
     channels = cx.add("Shape", [node.input[0]], start=1, end=2)
     count = cx.const([groups])
@@ -282,7 +286,7 @@ def _scatter(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _scan(cx: _Context, node: onnx.NodeProto) -> None:
-    """Scan-8 had a leading batch dimension. Now a Scan over the batch has the Scan over time in its body."""
+    """Scan-8 had a leading batch dimension. Now an outer Scan over the batch has the Scan over time in its body."""
     if node.input[0]:
         raise _NotConvertible("has sequence lengths")
     body = next(a.g for a in node.attribute if a.name == "body")
@@ -313,7 +317,7 @@ def _scan(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _broadcast(cx: _Context, node: onnx.NodeProto) -> None:
-    """The dimensions of the second operand were aligned with the first's, beginning at `axis`."""
+    """The second operand's dimensions were aligned with those of the first operand, beginning at `axis`."""
     axis, broadcast = _pop(node, "axis"), _pop(node, "broadcast")
     if broadcast is None or not broadcast.i or axis is None:
         return
@@ -330,7 +334,7 @@ def _gemm(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _mean_variance(cx: _Context, node: onnx.NodeProto) -> None:
-    """ONNX Runtime had the operator before ONNX did, with other attributes."""
+    """ONNX Runtime had this operator before ONNX did, with other attributes."""
     across, variance = _pop(node, "across_channels"), _pop(node, "normalize_variance")
     axes = [0, 1, 2, 3] if across is not None and across.i == 1 else [0, 2, 3]
     if variance is None or variance.i == 1:
@@ -343,7 +347,7 @@ def _mean_variance(cx: _Context, node: onnx.NodeProto) -> None:
 BINARY = ("Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Xor")
 REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 
-# (operator, version in which it changed) -> what to do with a node of an older version.
+# (operator, version in which it changed) -> the adapter for a node of an older version.
 ADAPTERS: dict[tuple[str, int], _Adapter] = {
     **{(op, 7): _broadcast for op in BINARY},
     ("Gemm", 7): _gemm,
@@ -381,8 +385,9 @@ _ADAPTED: dict[str, tuple[int, ...]] = {
 }
 
 _DOUBLES = frozenset({onnx.TensorProto.DOUBLE})
-# ONNX Runtime has no kernel for these element types. At some opsets it computes ONNX's definition of the operator by
-# others; at later ones it refuses the operator. Models of the former opsets get the definition on import.
+# Element types for which ONNX Runtime has no kernel of the operator. At some opsets it computes the operator by ONNX's
+# definition, which consists of other operators; at later opsets it refuses the operator. On import, models of the
+# former opsets get the definition.
 DECOMPOSED: dict[str, frozenset[int]] = {
     **dict.fromkeys(("Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "Selu", "Softplus"), _DOUBLES),
     **dict.fromkeys(("Softsign", "ThresholdedRelu"), _DOUBLES),
@@ -392,7 +397,7 @@ DECOMPOSED: dict[str, frozenset[int]] = {
 _DECOMPOSED_AT = range(16, 19)
 _DEFINITIONS = "xrlflow.spelling"
 
-# Operators that changed after the canonical opset, not only in the types they allow.
+# Operators that changed after the canonical opset in more than the types that they allow.
 _FLOATS = frozenset(map(int, FLOATS))
 CHANGED_LATER = frozenset(["Attention"])
 
@@ -405,14 +410,14 @@ def _old_runtime() -> bool:
 
 
 def runnable(proto: onnx.ModelProto, opset: int) -> int:
-    """`opset`, or the lower one for which an old ONNX Runtime has kernels for all of the model's operators."""
+    """`opset`, or a lower one for which an old ONNX Runtime has kernels for all of the model's operators."""
     if not any(n.op_type in _LATE_KERNELS for n in all_nodes(proto.graph)) or not _old_runtime():
         return opset
     return min(opset, _BEFORE_LATE)
 
 
 def merge_imports(proto: onnx.ModelProto) -> None:
-    """Leave one import of each domain, as ONNX Runtime does: the last one. Functions get the model's imports."""
+    """Leave only one import of each domain, the last one, as ONNX Runtime does. Functions get the model's imports."""
     own = _last_imports(proto)
     for owner in (proto, *proto.functions):
         imports = {**_last_imports(owner), **own}
@@ -424,7 +429,7 @@ def merge_imports(proto: onnx.ModelProto) -> None:
 
 
 def _last_imports(owner: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
-    """The opset of each domain."""
+    """The opset of each domain; of repeated imports the last one counts."""
     return {("" if o.domain == "ai.onnx" else o.domain): o.version for o in owner.opset_import}
 
 
@@ -442,11 +447,12 @@ def set_opset(proto: onnx.ModelProto, opset: int) -> None:
 
 
 def to_canonical(name: str, proto: onnx.ModelProto) -> int:
-    """Bring a model, whose large weights are elsewhere, to the canonical opset, in place.
+    """Convert a model, whose large weights are elsewhere, to the canonical opset, in place.
 
-    Returns the opset to write, unless the result needs a newer one: the model's own, if it is one that is written.
-    Nodes that use what only a newer opset than the canonical one defines get the model's in their domain (QUALIFIED).
-    Raises ModelError for an opset that is too new, and for a node that the canonical opset cannot express.
+    Returns the opset at which a result is to be written, unless it needs a newer one: the model's own opset, if models
+    of it can be written. If a node uses something that only a newer opset than the canonical one defines, the model's
+    opset becomes a part of the node's domain (QUALIFIED). Raises ModelError for an opset that is too new, and for a
+    node that the canonical opset cannot express.
     """
     opset = opset_of(proto)
     if opset is None:
@@ -479,9 +485,10 @@ def _raise(name: str, proto: onnx.ModelProto, opset: int) -> None:
 
 
 def raised(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model at the canonical opset, if its own is older; the same object if its nodes are as they are there.
+    """The model at the canonical opset, if its own opset is older. If no node has to change, the same object is
+    returned.
 
-    Constants that are new are initialisers. Raises ModelError for a node that the canonical opset cannot express.
+    New constants are initialisers. Raises ModelError for a node that the canonical opset cannot express.
     """
     opset = opset_of(model) or OPSET
     if all(opset >= OPSET or not _changes(node.op_type, opset) for node in all_nodes(model.graph)):
@@ -520,12 +527,12 @@ def _changes(op: str, opset: int) -> bool:
 
 
 def _decompose(proto: onnx.ModelProto, opset: int) -> None:
-    """Replace operators on element types without a kernel by their definitions in ONNX, in place."""
+    """Replace operators on element types without a kernel by ONNX's definitions of the operators, in place."""
     import onnx.inliner
 
     if not any(n.op_type in DECOMPOSED and not n.domain for n in all_nodes(proto.graph)):
         return
-    for _ in range(3):  # a definition may use another such operator
+    for _ in range(3):  # a definition may use another operator without a kernel
         types = dict(_typed_names(_inferred(proto).graph))
         replaced: set[str] = set()
         for node in all_nodes(proto.graph):
@@ -570,12 +577,12 @@ def _write_defaults(node: onnx.NodeProto, opset: int) -> None:
 def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
     try:
         return infer_shapes(proto)
-    except (onnx.shape_inference.InferenceError, RuntimeError):  # then fewer types are known
+    except (onnx.shape_inference.InferenceError, RuntimeError):  # without inference fewer types are known
         return proto
 
 
 def _typed_names(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TypeProto]]:
-    """Types by name, in bodies too."""
+    """The types by the names of values, including those in bodies."""
     for value in (*graph.input, *graph.value_info, *graph.output):
         yield value.name, value.type
     for tensor in graph.initializer:
@@ -586,14 +593,16 @@ def _typed_names(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TypeProto]]
 
 
 def _is_later(node: onnx.NodeProto, opset: int, types: dict[str, onnx.TypeProto]) -> bool:
-    """Whether a node of a newer opset uses what the canonical one lacks. Removes new attributes with default values."""
+    """Whether a node of a newer opset uses something that the canonical opset lacks. New attributes with default values
+    are removed.
+    """
     if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type, opset, ""):
         return False
     now = onnx.defs.get_schema(node.op_type, opset, "")
     if now.since_version <= OPSET:
         return False
     if node.op_type == "Mod" and types.get(node.input[0], onnx.TypeProto()).tensor_type.elem_type in _FLOATS:
-        return True  # opset 28 allows it without `fmod`
+        return True  # opset 28 allows these types without `fmod`
     if node.op_type in CHANGED_LATER or not onnx.defs.has(node.op_type, OPSET, ""):
         return True
     then = onnx.defs.get_schema(node.op_type, OPSET, "")
@@ -620,7 +629,7 @@ def _admits(schema: onnx.defs.OpSchema, node: onnx.NodeProto, types: dict[str, o
 
 
 class _Raiser:
-    """Brings graphs from an older opset to the canonical one."""
+    """Converts graphs from an older opset to the canonical one."""
 
     def __init__(self, model: str, opset: int, names: set[str]) -> None:
         self.model = model
@@ -634,7 +643,9 @@ class _Raiser:
         consts: dict[str, onnx.TensorProto],
         graph: onnx.GraphProto,
     ) -> None:
-        """Rewrite `graph`. `typed` is the same graph with types; `types` and `consts` are those of the outer graphs."""
+        """Rewrite `graph`. `typed` is the same graph with types; `types` and `consts` are those of the graphs around
+        it.
+        """
         types = {**types, **{v.name: v.type for v in (*typed.input, *typed.value_info, *typed.output)}}
         for tensor in graph.initializer:
             types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
@@ -675,7 +686,7 @@ class _Raiser:
             at = version
 
     def _require_same(self, node: onnx.NodeProto, opset: int, subject: str) -> None:
-        """Raise ModelError if the operator changed between an opset before OLDEST and OLDEST."""
+        """Raise ModelError if the operator changed between this opset, which is before OLDEST, and OLDEST."""
         if onnx.defs.has(node.op_type, opset, "") and onnx.defs.has(node.op_type, OLDEST, ""):
             then, now = (onnx.defs.get_schema(node.op_type, v, "").since_version for v in (opset, OLDEST))
             if then == now:
@@ -687,14 +698,14 @@ class _Raiser:
 
 
 class _NotExpressible(Exception):
-    """A node that an older opset cannot express."""
+    """An older opset cannot express a node."""
 
 
 _Lowerer = Callable[[_Context, onnx.NodeProto], None]
 
 
 def _const_input(cx: _Context, node: onnx.NodeProto, index: int) -> list[Any] | None:
-    """The elements of an input that must be constant, or None if it is absent. The input is removed."""
+    """Remove an input that must be constant, and return its elements, or None if it is absent."""
     if len(node.input) <= index or not node.input[index]:
         return None
     array = cx.array(node.input[index])
@@ -786,10 +797,10 @@ def _lower_roi_align(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _unchanged(cx: _Context, node: onnx.NodeProto) -> None:
-    """The node stays as it is: its adapter had nothing to change."""
+    """An adapter that changes nothing in the node."""
 
 
-# Back to older opsets, where possible: (operator, version in which it changed).
+# Adapters back to older opsets, where possible: by (operator, version in which it changed).
 LOWERERS: dict[tuple[str, int], _Lowerer] = {
     ("Softmax", 13): _lower_softmax,
     ("LogSoftmax", 13): _lower_softmax,
@@ -817,7 +828,7 @@ LOWERERS: dict[tuple[str, int], _Lowerer] = {
 }
 
 
-# Values of attributes that came later than the attribute: the opset of each.
+# For values of attributes that were introduced after the attribute, the opset of each.
 _LATER_VALUES: dict[tuple[str, str], dict[bytes, int]] = {
     ("Pad", "mode"): {b"wrap": 19},
     ("Resize", "coordinate_transformation_mode"): {b"half_pixel_symmetric": 19},
@@ -838,7 +849,7 @@ def check_writable(name: str, opset: int) -> None:
 def convert(
     name: str, proto: onnx.ModelProto, types: Mapping[str, TensorType], opset: int, later: Collection[str]
 ) -> None:
-    """Bring a model, as it is written, to another opset, in place. `types`: of its values.
+    """Convert a model, as it is written, to another opset, in place. `types`: the types of its values.
 
     `later`: titles of nodes that only the model's opset, or a newer one, defines. Raises ModelError, which names the
     nodes that cannot be expressed.
@@ -856,8 +867,9 @@ def convert(
 
 
 def convert_at_least(proto: onnx.ModelProto, types: Mapping[str, TensorType], opset: int) -> None:
-    """Bring a model of the canonical opset to this one or, if that cannot express its nodes, to the lowest after it
-    that can; from a newer opset down to the canonical one. In place."""
+    """Convert a model of the canonical opset in place. The new opset is this one or, if it cannot express a node, the
+    lowest later one that can. If this one is newer than the canonical opset and cannot express a node, nothing changes.
+    """
     while opset != OPSET:
         lowered = _Lowered(proto.graph, types, opset)
         if not lowered.inexpressible:
@@ -879,7 +891,7 @@ def at_least(model: bytes, types: Mapping[str, TensorType], opset: int) -> bytes
 
 
 def title(node: onnx.NodeProto) -> str:
-    """A node's name in a message about what an opset cannot express."""
+    """The name for a node in a message about what an opset cannot express."""
     return f"{node.op_type} ({node.name or next(iter(node.output), '')!r})"
 
 
@@ -894,13 +906,13 @@ def _history() -> Mapping[str, tuple[int, ...]]:
 
 
 def _next_change(op: str, opset: int) -> int:
-    """The first opset after this one in which an operator changed, at most the canonical one."""
+    """The first opset after this one in which an operator changed; at most the canonical opset."""
     changes = (*_history().get(op, ()), *_ADAPTED.get(op, ()), *_values_since(op))
     return min((v for v in changes if opset < v < OPSET), default=OPSET)
 
 
 def _values_since(op: str) -> Iterator[int]:
-    """The opsets in which an operator's attributes got new values."""
+    """The opsets in which an attribute of an operator got new values."""
     yield _NEGATIVE_AXES
     for (of, _), values in _LATER_VALUES.items():
         if of == op:
@@ -910,8 +922,8 @@ def _values_since(op: str) -> Iterator[int]:
 class _Lowered:
     """The nodes of a graph of the canonical opset, converted to another opset.
 
-    `changed`: pairs of a node and the node that replaces it; `inexpressible`: nodes that the other opset cannot
-    express. The graph itself stays as it is. Nodes with titles in `later` are not converted.
+    `changed`: pairs of a node and its replacement; `inexpressible`: nodes that the other opset cannot express. The
+    graph itself stays as it is. Nodes with titles in `later` are not converted.
     """
 
     def __init__(
@@ -951,7 +963,9 @@ class _Lowered:
         consts: dict[str, onnx.TensorProto],
         without_bodies: bool,
     ) -> None:
-        """`without_bodies`: the node has none. The nodes of bodies are replaced one by one."""
+        """Convert one node. `without_bodies`: whether it has no bodies. A node with bodies is not replaced itself: the
+        nodes in its bodies are converted one by one.
+        """
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
         own: dict[str, onnx.TypeProto] = {}
@@ -969,7 +983,7 @@ class _Lowered:
             self.changed.append((node, copy))
 
     def _is_same(self, node: onnx.NodeProto) -> bool:
-        """Whether nothing needs to be done for a node: its operator is the same in both opsets."""
+        """Whether a node can stay as it is, because its operator is the same in both opsets."""
         op, lower, upper = node.op_type, min(self.opset, OPSET), max(self.opset, OPSET)
         if op not in self.same:
             changes = any(lower < version <= upper for version in _history().get(op, ()))
@@ -978,7 +992,7 @@ class _Lowered:
 
 
 def _replace(proto: onnx.ModelProto, lowered: _Lowered, opset: int) -> None:
-    """Replace the nodes by those of another opset, and remove initialisers that nothing reads any more."""
+    """Replace the nodes by the converted ones, and remove initialisers that nothing reads any more."""
     dropped: set[str] = set()
     for node, copy in lowered.changed:
         dropped |= set(node.input) - set(copy.input)
@@ -989,7 +1003,7 @@ def _replace(proto: onnx.ModelProto, lowered: _Lowered, opset: int) -> None:
 
 
 def _names_read(graph: onnx.GraphProto) -> set[str]:
-    """All names that are read in a graph and its bodies, as outputs or by nodes, and those of its inputs."""
+    """All names that a graph and its bodies read, in nodes or as outputs, and the names of its inputs."""
     names = {v.name for v in (*graph.input, *graph.output)}
     for node in graph.node:
         names.update(node.input)
@@ -1048,7 +1062,7 @@ def _fits(schema: onnx.defs.OpSchema, node: onnx.NodeProto) -> bool:
 
 
 def _count_from_the_front(cx: _Context, node: onnx.NodeProto) -> None:
-    """Write negative axes as old opsets have them."""
+    """Replace negative axes by axes counted from the front, which old opsets require."""
     for attribute in node.attribute:
         if attribute.name not in ("axis", "axes") or min([attribute.i, *attribute.ints]) >= 0:
             continue

@@ -1,7 +1,8 @@
 """Reads and writes protocol buffers as bytes, so that weights are neither parsed nor copied.
 
-A serialised model is split into a small one without its large tensors, and the position of each large tensor, which
-stays where it is (in a mapped file, for instance). Encoding: https://protobuf.dev/programming-guides/encoding/
+A serialised model is split into a small model without the large tensors, and the position of each large tensor. The
+large tensors are not moved (they may be in a mapped file, for instance). Encoding:
+https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import BinaryIO
 # A tensor whose data is shorter than this stays in the small model.
 LARGE = 8192
 
-# `location` of a tensor whose data is in the model's own file (no path contains a NUL).
+# The `location` of a tensor whose data is in the model's own file (no path contains a NUL).
 EMBEDDED = "\0embedded"
 
 _LENGTH_DELIMITED, _BEGIN_GROUP, _END_GROUP = 2, 3, 4
@@ -29,7 +30,7 @@ class NestedError(WireError):
     """Messages are nested too deeply."""
 
 
-# The limit of the parsers of protocol buffers.
+# The greatest depth of messages that parsers of protocol buffers allow.
 _DEEPEST = 100
 
 
@@ -50,12 +51,12 @@ _CHILDREN: dict[_Message, dict[int, _Message]] = {
     _Message.ATTRIBUTE: {5: _Message.TENSOR, 6: _Message.GRAPH, 10: _Message.TENSOR, 11: _Message.GRAPH},
     _Message.FUNCTION: {7: _Message.NODE},
 }
-# The field of an attribute that holds one tensor. Of two occurrences, protobuf makes one tensor.
+# The field of an attribute that holds a tensor. If it occurs twice, protobuf merges both into one tensor.
 _TENSOR_OF_ATTRIBUTE = 5
 # Fields of TensorProto.
 _DATA_TYPE, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 2, 9, 13, 14
-# The fields whose packed elements are the tensor's little-endian bytes, and the elements' size, by data type:
-# float_data for FLOAT and COMPLEX64, double_data for DOUBLE and COMPLEX128. Strings are never in raw_data.
+# The fields whose packed elements are the tensor's little-endian bytes, and the size of an element in bytes, by data
+# type: float_data for FLOAT and COMPLEX64, double_data for DOUBLE and COMPLEX128. Strings are never in raw_data.
 _PACKED = {1: (4, 4), 14: (4, 4), 11: (10, 8), 15: (10, 8)}
 _STRING = 8
 _DEFAULT, _EXTERNAL = 0, 1
@@ -64,8 +65,8 @@ _DEFAULT, _EXTERNAL = 0, 1
 @dataclass(frozen=True, slots=True)
 class _Field:
     number: int
-    start: int  # of the tag
-    payload: int  # of the payload; -1 if it is not length-delimited
+    start: int  # offset of the tag
+    payload: int  # offset of the payload; -1 if the field is not length-delimited
     end: int
 
 
@@ -83,7 +84,7 @@ def _varint(data: memoryview, at: int, end: int) -> tuple[int, int]:
 
 
 def _fields(data: memoryview, at: int, end: int) -> Iterator[_Field]:
-    """The fields of a message in their order. A group, which ONNX has none of, is one field."""
+    """The fields of a message in their order. A group counts as one field (ONNX has no groups)."""
     groups: list[int] = []  # the numbers of the groups around a field
     start = at
     while at < end:
@@ -142,8 +143,8 @@ def _number(data: memoryview, field: _Field) -> int | None:
 def _payload(data: memoryview, fields: Sequence[_Field]) -> _Field | None:
     """The one field whose payload is the tensor's data as bytes; None if there is none, or if the data is external.
 
-    As protobuf has it: of a number, the last occurrence counts, and of an enumeration's, the last that it knows;
-    packed elements of several fields are joined. Raw data counts before other data.
+    The rules are protobuf's: the last occurrence of a number counts, and of an enumeration the last known value; packed
+    elements of several fields are joined. If there is raw data, other data is ignored.
     """
     location = dtype = _DEFAULT
     for field in fields:
@@ -190,7 +191,7 @@ def _strip(data: memoryview, at: int, end: int, kind: _Message, parts: list[byte
     children = dict(_CHILDREN[kind])
     if kind is _Message.ATTRIBUTE:
         tensors = [f for f in _fields(data, at, end) if f.number == _TENSOR_OF_ATTRIBUTE]
-        if len(tensors) > 1:  # together they are one tensor
+        if len(tensors) > 1:  # protobuf merges them into one tensor
             del children[_TENSOR_OF_ATTRIBUTE]
     pending = at  # the start of what has not been copied yet
     for field in _fields(data, at, end):
@@ -211,8 +212,8 @@ def _strip(data: memoryview, at: int, end: int, kind: _Message, parts: list[byte
 def strip_model(data: memoryview) -> bytes:
     """The serialised ModelProto without its large tensors.
 
-    Their data is marked as external, at the location EMBEDDED, with its offset and length in bytes of `data`. Raises
-    WireError if the bytes are truncated or not a protocol buffer.
+    The data of large tensors is marked as external, at the location EMBEDDED, with offset and length in bytes of
+    `data`. Raises WireError if the bytes are truncated or not a protocol buffer.
     """
     parts: list[bytes] = []
     _strip(data, 0, len(data), _Message.MODEL, parts)
@@ -224,7 +225,7 @@ _GRAPH_OF_MODEL, _INITIALIZER_OF_GRAPH = 7, 5
 
 @dataclass(frozen=True, slots=True)
 class StreamedTensor:
-    """A tensor to write: the serialised TensorProto without its data, and the data."""
+    """A tensor to be written: the serialised TensorProto without its data, and the data."""
 
     proto: bytes
     data: memoryview

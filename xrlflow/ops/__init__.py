@@ -1,1 +1,3 @@
-"""ONNX's operators: their definitions (schema), types (infer), values (evaluate) and costs (work)."""
+"""ONNX's operators: their definitions (schema), the inference of types (infer), their evaluation (evaluate), and how
+much they compute and move (work).
+"""

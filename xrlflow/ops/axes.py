@@ -1,4 +1,6 @@
-"""Which axes of an operator's result are which axes of its inputs: a table, for rules that move data past it."""
+"""A table of operators: which axes of the result are which axes of the inputs. Rules that move data past operators use
+it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-# Element by element, on the first input. Clip's bounds are scalars, which no movement of the data touches.
+# Operators that work element by element on the first input. Clip's bounds are scalars, which no data movement changes.
 UNARY: tuple[str, ...] = (
     *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitwiseNot", "Cast", "Ceil", "Celu", "Clip"),
     *("Cos", "Cosh", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish", "IsInf", "IsNaN"),
@@ -14,7 +16,7 @@ UNARY: tuple[str, ...] = (
     *("Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Tan", "Tanh", "ThresholdedRelu"),
 )
 
-# Element by element, on several inputs that are broadcast against each other.
+# Operators that work element by element on several inputs, which are broadcast against each other.
 BROADCAST: tuple[str, ...] = (
     *("Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater"),
     *("GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow", "Sub"),
@@ -31,15 +33,16 @@ REDUCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Which axes of the inputs the axes of an operator's result are.
+    """For an operator, which axes of the inputs become which axes of the result.
 
-    `of`: axes of the first input alone; of all inputs, which have the same dimensions except along the operator's own
-    axes ("alike"); or of all inputs, aligned at the last axis as in broadcasting.
+    `of`: the axes of the result are those of the first input alone; or those of all inputs, which have the same
+    dimensions except along the operator's own axes ("alike"); or those of all inputs, aligned at the last axis as in
+    broadcasting.
 
     Along most axes the operator does the same at every position. Along its `own` axes it combines positions, and `does`
-    says how. They are an attribute ("axis", absent: `default`) or constants in the second input ("axes", absent: all).
-    A "reduced" axis has one position in the result, or disappears without `keepdims`. `onwards`: all later axes are
-    `own` axes as well.
+    says how. The own axes are given by an attribute ("axis", absent: `default`) or by constants in the second input
+    ("axes", absent: all). A "reduced" axis has size 1 in the result, or disappears without `keepdims`. `onwards`: all
+    later axes are `own` axes as well.
     """
 
     of: Literal["first", "alike", "broadcast"] = "first"

@@ -1,7 +1,7 @@
 """Estimates of the memory and time that evaluating an operator takes, so that a small file cannot ask for too much.
 
-Operators are evaluated with NumPy, mostly in float64. The estimates use only types, are rough, and rather too large.
-What costs too much is left to the runtime.
+Operators are evaluated with NumPy, mostly in float64. The estimates of memory and time use only types; they are rough,
+and rather too large than too small. An operator whose evaluation would take too much is left to the runtime.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from xrlflow.ir import Attrs, DType, Node, TensorType, Value
 from xrlflow.ops.schema import split_op
 from xrlflow.ops.work import OpKind, work
 
-# Bytes of an element during evaluation.
+# The bytes that an element takes during evaluation.
 _ELEMENT = 8
 # Operations per second: of matrix products, of other operators, and of ONNX's reference implementation in Python.
 _PRODUCTS, _OTHERS, _REFERENCE = 1e10, 5e8, 5e5
 
-# Operators whose number of results depends on their input's values: at most this many times the input's elements.
+# Operators whose number of results depends on the values of their input. They give at most this many times as many
+# elements as the input has.
 _RESULTS_PER_ELEMENT = {"NonZero": 1, "Compress": 1, "Unique": 3}
 
 # Operators that slide a window over a padded input.
@@ -30,7 +31,7 @@ _WINDOWS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """`bytes` of memory in addition to the inputs, and `seconds` of time."""
+    """What an evaluation takes: `bytes` of memory in addition to the inputs, and `seconds` of time."""
 
     bytes: float
     seconds: float
@@ -47,9 +48,10 @@ def effort(
     *,
     by_reference: bool = False,
 ) -> Effort:
-    """What evaluating one node takes. IMPOSSIBLE if the sizes of its outputs are not known, or if it makes strings.
+    """An estimate of what evaluating one node takes. IMPOSSIBLE if the sizes of its outputs are not known, or if it
+    makes strings.
 
-    `by_reference`: ONNX's reference implementation evaluates it element by element.
+    `by_reference`: whether ONNX's reference implementation evaluates the node, element by element.
     """
     try:
         return _effort(op, attrs, in_types, types, by_reference)
@@ -121,11 +123,11 @@ def _elements(type: TensorType) -> float:
 
 
 def _room(op: str, attrs: Attrs, in_types: Sequence[TensorType | None], types: Sequence[TensorType]) -> float:
-    """Elements of intermediate arrays, which exist only during evaluation."""
+    """The number of elements of intermediate arrays, which exist only during evaluation."""
     shapes = [() if t is None else tuple(d for d in t.shape or () if isinstance(d, int)) for t in in_types]
     if op in _WINDOWS and shapes:
         return _window_room(attrs, shapes, types)
-    if op == "Einsum":  # no order of contraction has more elements than all labels together
+    if op == "Einsum":  # no intermediate array has more elements than all labels give
         equation = attrs.get("equation", "")
         terms = str(equation).partition("->")[0].replace(" ", "").split(",")
         sizes = {
@@ -140,7 +142,7 @@ def _room(op: str, attrs: Attrs, in_types: Sequence[TensorType | None], types: S
 
 
 def _window_room(attrs: Attrs, shapes: Sequence[tuple[int, ...]], types: Sequence[TensorType]) -> float:
-    """Elements of the padded input, and of a window for each position of the output."""
+    """The number of elements of the padded input, and of a window for each position of the output."""
     kernel = _numbers(attrs, "kernel_shape")
     pads = _numbers(attrs, "pads")
     dilations = _numbers(attrs, "dilations")

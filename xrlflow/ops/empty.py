@@ -1,7 +1,8 @@
-"""Sizes that must be at least 1 where ONNX defines a result for 0, too.
+"""Dimensions that must be at least 1 for ONNX Runtime, although ONNX also defines a result for the size 0.
 
-Measured with ONNX Runtime 1.31.1 on the CPU, each operator in a process of its own with one size of 0 after the other.
-There its kernel ends the process, does not end, fails, or (products) leaves memory as its result.
+They were found with ONNX Runtime 1.31.1 on the CPU: each operator ran in a process of its own, with one dimension of 0
+after the other. For these dimensions its kernel crashes the process, never ends, fails, or (products) returns
+uninitialised memory.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ InputAxis = tuple[int, int]
 
 
 def needed(op: str, attrs: Attrs, types: Types, surely: bool = False) -> Iterator[InputAxis]:
-    """The sizes of an operator's inputs of these types (None: absent) that must be at least 1. An input of unknown rank
-    has none. `surely`: only those without which it never runs, so that they are at least 1 wherever it does."""
+    """The axes of an operator's inputs, which have these types (None: absent), whose sizes must be at least 1. For an
+    input of unknown rank none are returned. `surely`: only axes whose size is at least 1 whenever the operator runs at
+    all.
+    """
     need = (_FAILS if surely else _NEEDS).get(op)
     return iter(()) if need is None else need(attrs, types)
 
@@ -30,7 +33,7 @@ def _axes(types: Types, index: int, start: int = 0) -> Iterator[InputAxis]:
 
 
 def _data(start: int) -> Callable[[Attrs, Types], Iterator[InputAxis]]:
-    """An operator that needs its first input's axes from `start` on."""
+    """A function for an operator whose first input must not be empty along the axes from `start` on."""
     return lambda attrs, types: _axes(types, 0, start)
 
 
@@ -45,8 +48,9 @@ def _attention(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
 
 
 def _unmatched_batches(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
-    """The batch axes of either factor of a product along which the other factor has size 1. A right factor without
-    batches needs none: all rows are then multiplied at once."""
+    """The batch axes of one factor of a product along which the other factor has size 1. If the right factor has no
+    batch axes, none are returned: all rows are then multiplied at once.
+    """
     a, b = types[:2]
     if (
         a is None
@@ -65,7 +69,9 @@ def _unmatched_batches(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
 
 
 def _product(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
-    """Where the left factor has no batches and the right one has, the result of an empty sum is undefined as well."""
+    """For a product whose left factor has no batches and whose right factor has some, also the summed axis: the result
+    of an empty sum is undefined, too.
+    """
     alone = list(_unmatched_batches(attrs, types))
     yield from alone
     left, right = (0 if type is None else type.rank or 0 for type in types[:2])
@@ -74,13 +80,15 @@ def _product(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
 
 
 def _summed(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
-    """A product for which the result of an empty sum is undefined. FusedMatMul may transpose its factors."""
+    """For a product, the summed axis: the result of an empty sum is undefined. FusedMatMul may transpose its
+    factors.
+    """
     yield from _unmatched_batches(attrs, types)
     yield from (place for index in range(2) for place in _axes(types, index, -2))
 
 
 def _image(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
-    """The image of a convolution whose padding alone is smaller than its kernel."""
+    """The spatial axes of a convolution whose padding alone is smaller than its kernel."""
     weight = types[1].shape if types[1] is not None else None
     if weight is None or attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         return

@@ -22,7 +22,9 @@ def _heads(x: Array, heads: int) -> Array:
 
 
 def _allowed(attrs: Attrs, shape: tuple[int, int], past: int, mask: Array | None) -> Array | None:
-    """Which columns each row may attend to: booleans [rows, columns], or None if all. `past` columns precede row 0."""
+    """Which columns (keys) each row (query) may attend to: booleans [rows, columns], or None for all. `past` columns
+    precede the column of row 0.
+    """
     allowed: Array | None = None
     if integer(attrs, "is_causal", 0):
         rows, columns = shape
@@ -33,7 +35,7 @@ def _allowed(attrs: Attrs, shape: tuple[int, int], past: int, mask: Array | None
 
 
 def _weights(field: Field, scores: Array, mask: Array | None, allowed: Array | None) -> Array:
-    """The softmax of the scores. Rows that are masked completely become zeros."""
+    """The softmax of the scores. Rows that are wholly masked become zeros."""
     weights = softmax(field, scores, -1)
     if field.real and (mask is not None or allowed is not None):
         dead = np.ones((), np.bool_) if allowed is None else ~allowed
@@ -47,7 +49,7 @@ def _weights(field: Field, scores: Array, mask: Array | None, allowed: Array | N
 def _attention(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
     """softmax(softcap(Q K^T * scale) + mask) V. Groups of query heads share keys and values.
 
-    A row whose keys are all masked gives zeros.
+    For a row (query) whose keys are all masked the result is zeros.
     """
     padded = (*inputs, *[None] * (6 - len(inputs)))
     query, key, value, mask, past_key, past_value = padded[:6]

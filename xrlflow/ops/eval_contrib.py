@@ -1,4 +1,5 @@
-"""Evaluation of ONNX Runtime's own operators (domain com.microsoft) that its optimiser and our rules write.
+"""Evaluation of ONNX Runtime's own operators (domain com.microsoft), as far as its optimiser or xrlflow's rules write
+them.
 
 Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
@@ -46,7 +47,7 @@ def _quick_gelu(field: Field, attrs: Attrs, x: Array) -> Array:
 
 
 def _activated(field: Field, attrs: Attrs, x: Array, parameters: tuple[float, ...] | None = None) -> Array:
-    """The activation at the end of a fused operator."""
+    """Apply the activation at the end of a fused operator."""
     name = string(attrs, "activation", "")
     if parameters is None:
         numbers = attrs.get("activation_params", ())
@@ -109,7 +110,7 @@ def _skip_layer_norm(
 def _skip_rms_norm(
     field: Field, attrs: Attrs, x: Array, skip: Array, scale: Array, bias: Array | None = None
 ) -> tuple[Any, ...]:
-    """The second and third outputs are only for training, and empty here."""
+    """The second and third outputs are only for training, and are returned empty."""
     total = field.add(x, skip)
     if bias is not None:
         total = field.add(total, bias)
@@ -123,7 +124,8 @@ def _rms_norm(field: Field, attrs: Attrs, x: Array, scale: Array) -> Array:
 
 
 def _multi_head(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
-    """Query, key and value [b,s,h*d] (key and value may be [b,h,s,d]), a bias for all three, and one for the scores.
+    """The inputs are query, key and value [b,s,h*d] (key and value may be [b,h,s,d]), a bias for all three, and a bias
+    for the scores.
 
     Packed inputs, a key padding mask, past keys and a causal mask raise NotEvaluable.
     """
@@ -225,7 +227,7 @@ SPECS: dict[str, OpSpec] = {
         DynamicQuantizeMatMul=single(_dynamic_quantize_matmul),
         MatMulIntegerToFloat=single(_matmul_integer_to_float),
     ),
-    # ONNX Runtime's own, although in the domain of ONNX.
+    # Operators that are ONNX Runtime's own, although they are in the domain of ONNX.
     "SimplifiedLayerNormalization": OpSpec(
         "SimplifiedLayerNormalization", single(_rms_norm), "uninterpreted"
     ),

@@ -26,7 +26,7 @@ from xrlflow.ops.tensors import numpy_dtype
 
 
 def _unary(name: str, *defaults: tuple[str, float]) -> Evaluate:
-    """A function that the field knows by name. Its parameters are attributes with these defaults."""
+    """Evaluation by a function that the field knows by name. Its parameters are attributes with these defaults."""
     if not defaults:
 
         def plain(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
@@ -42,7 +42,7 @@ def _unary(name: str, *defaults: tuple[str, float]) -> Evaluate:
 
 
 def _numpy(function: Callable[..., Any]) -> Evaluate:
-    """A NumPy function that does not depend on the field."""
+    """Evaluation by a NumPy function that does not depend on the field."""
 
     def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
         return (function(*inputs),)
@@ -91,7 +91,7 @@ def _pow(field: Field, attrs: Attrs, a: Array, b: Array) -> Array:
 
 
 def _shift(field: Field, attrs: Attrs, a: Array, b: Array) -> Array:
-    """A shift by the width of the type or more gives zero, or -1 for negative numbers shifted right."""
+    """Shifting by the type's width or more gives zero, or -1 for negative numbers that are shifted right."""
     bits = a.dtype.itemsize * 8
     left = string(attrs, "direction", "") == "LEFT"
     shifted = (np.left_shift if left else np.right_shift)(a, np.minimum(b, bits - 1))
@@ -159,7 +159,7 @@ def _dropout(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[
 
 # --- casts ---
 
-# Formats that NumPy lacks. Arrays of them keep their dtype; `widen` converts them for arithmetic.
+# Formats that NumPy lacks. Arrays of these formats keep their dtype; `widen` converts them for arithmetic.
 NARROW_FLOAT: dict[DType, np.dtype[Any]] = {
     dtype: numpy_dtype(dtype)
     for dtype in (
@@ -181,7 +181,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def narrow_float(dtype: np.dtype[Any]) -> DType | None:
-    """The float8 or float4 format of a dtype, or None."""
+    """The float8 or float4 format that a dtype stands for, or None."""
     dtype_ = _NARROW_FORMATS.get(dtype)
     return dtype_ if dtype_ in NARROW_FLOAT else None
 
@@ -205,7 +205,7 @@ def promote(field: Field, array: Array) -> Array:
 def round_narrow(x: Array, to: DType, saturate: bool) -> Array:
     """Floats rounded to a float8 or float4 format.
 
-    Numbers beyond its range, also infinities, become the greatest number if `saturate`, else infinity or NaN.
+    Numbers beyond the format's range, and infinities, become the greatest number if `saturate`, else infinity or NaN.
     """
     dtype = NARROW_FLOAT[to]
     if saturate or to == DType.FLOAT4E2M1:
@@ -215,7 +215,7 @@ def round_narrow(x: Array, to: DType, saturate: bool) -> Array:
 
 
 def _wrap(x: Array, to: DType) -> Array:
-    """Integers in a format of a few bits, in two's complement."""
+    """Integers reduced to a format of a few bits, in two's complement."""
     bits = 4 if to in (DType.INT4, DType.UINT4) else 2
     low = x.astype(np.int64) & ((1 << bits) - 1)
     if to in (DType.INT4, DType.INT2):
@@ -224,7 +224,7 @@ def _wrap(x: Array, to: DType) -> Array:
 
 
 def cast(field: Field, x: Array, to: DType, saturate: bool = True) -> Array:
-    """An array as another element type; see `evaluate_node` for floats.
+    """An array converted to another element type. What happens to floats is described in `evaluate_node`.
 
     Raises NotEvaluable for strings and complex numbers.
     """
@@ -251,7 +251,7 @@ def _cast(field: Field, attrs: Attrs, x: Array) -> Array:
 
 
 def _dtype_of(dtype: np.dtype[Any]) -> DType:
-    """The element type of an array. All wide floats are DOUBLE here."""
+    """The element type of an array. Here float16, bfloat16, float32 and float64 all count as DOUBLE."""
     if dtype.kind == "f" or dtype == _BFLOAT16:
         return DType.DOUBLE
     if dtype.kind == "b":

@@ -39,7 +39,7 @@ def cubic(distance: Array, a: float) -> Array:
 
 
 def _sources(mode: str, out: int, size: int, scale: float, start: float, end: float) -> Array:
-    """The positions of the elements of an axis of size `out` in the original of size `size`."""
+    """For the elements of an axis of size `out`, their positions in the original axis of size `size`."""
     i = np.arange(out, dtype=np.float64)
     if mode == "align_corners":
         length = scale * size
@@ -59,7 +59,7 @@ def _sources(mode: str, out: int, size: int, scale: float, start: float, end: fl
 
 
 def _neighbours(x: Array, mode: str, scale: float, a: float) -> tuple[Array, Array]:
-    """Indices and weights of the neighbours of each position, both [taps, positions]."""
+    """Indices and weights of the neighbours of each position. Both arrays are [taps, positions]."""
     scale = min(scale, 1.0)
     reach = 2 if mode == "cubic" else 1
     first = floor(-reach / scale) + 1
@@ -149,7 +149,7 @@ def _reflect(index: Array, low: float, high: float) -> Array:
 
 
 def _grid_sample(field: Field, attrs: Attrs, x: Array, grid: Array) -> Array:
-    """x [n,c,d1,...,dk], grid [n,o1,...,ok,k] with the last coordinate first; coordinates in -1 ... 1."""
+    """x is [n,c,d1,...,dk]; grid is [n,o1,...,ok,k] with the last coordinate first. Coordinates range from -1 to 1."""
     mode, padding = string(attrs, "mode", "linear"), string(attrs, "padding_mode", "zeros")
     corners = bool(integer(attrs, "align_corners", 0))
     size = x.shape[2:]
@@ -163,7 +163,7 @@ def _grid_sample(field: Field, attrs: Attrs, x: Array, grid: Array) -> Array:
             index = base + taps.reshape(-1, *(1,) * g.ndim)
             weights = cubic(index - position, -0.75)
         else:
-            # Positions are clamped before their neighbours are, as runtimes do.
+            # Positions are clamped before their neighbours are computed, as runtimes do.
             if padding == "border":
                 position = np.clip(position, 0, n - 1)
             elif padding == "reflection":
@@ -191,7 +191,7 @@ def _grid_sample(field: Field, attrs: Attrs, x: Array, grid: Array) -> Array:
 
 
 def _affine_grid(field: Field, attrs: Attrs, theta: Array, size: Array) -> Array:
-    """theta [n,k,k+1], size (n,c,d1,...,dk): a grid for GridSample."""
+    """A grid for GridSample from theta [n,k,k+1] and the size (n,c,d1,...,dk)."""
     spatial = size.tolist()[2:]
     steps = []
     for n in spatial:
@@ -209,7 +209,7 @@ def _affine_grid(field: Field, attrs: Attrs, theta: Array, size: Array) -> Array
 
 
 def _overlap(a: Array, boxes: Array) -> Array:
-    """Intersection over union of a box with others; boxes are (low, low, high, high)."""
+    """Intersection over union of a box with other boxes. A box is (low, low, high, high)."""
     low, high = np.maximum(a[:2], boxes[:, :2]), np.minimum(a[2:], boxes[:, 2:])
     common = np.prod(np.clip(high - low, 0, None), axis=1)
     area = np.prod(a[2:] - a[:2]) + np.prod(boxes[:, 2:] - boxes[:, :2], axis=1) - common
@@ -225,7 +225,7 @@ def _non_max_suppression(
     overlap: Array | None = None,
     minimum: Array | None = None,
 ) -> Array:
-    """boxes [n,k,4], scores [n,classes,k]: rows (batch, class, box), best scores first."""
+    """From boxes [n,k,4] and scores [n,classes,k]: rows (batch, class, box), best scores first."""
     limit = 0 if maximum is None else int(maximum.item())
     threshold = 0.0 if overlap is None else float(overlap.item())
     first, second = boxes[..., :2], boxes[..., 2:]
@@ -247,7 +247,7 @@ def _non_max_suppression(
 
 
 def _roi_align(field: Field, attrs: Attrs, x: Array, rois: Array, batch: Array) -> Array:
-    """x [n,c,h,w], rois [k,4] as (x1,y1,x2,y2), batch [k]: [k,c,oh,ow]."""
+    """From x [n,c,h,w], rois [k,4] as (x1,y1,x2,y2) and batch [k]: the result [k,c,oh,ow]."""
     mode = string(attrs, "mode", "avg")
     shape = (integer(attrs, "output_height", 1), integer(attrs, "output_width", 1))
     ratio, scale = integer(attrs, "sampling_ratio", 0), number(attrs, "spatial_scale", 1.0)
@@ -255,7 +255,7 @@ def _roi_align(field: Field, attrs: Attrs, x: Array, rois: Array, batch: Array) 
     size = x.shape[2:]
     out = np.empty((len(rois), x.shape[1], *shape))
     for k, (roi, image) in enumerate(zip(rois * scale - (0.5 if half else 0.0), x[batch])):
-        taps = []  # for each axis: indices and weights, [2, bins * samples]; samples in a bin
+        taps = []  # for each axis: indices and weights, [2, bins * samples], with several samples in each bin
         for axis in (0, 1):
             low, length = roi[1 - axis], roi[3 - axis] - roi[1 - axis]
             if not half:
@@ -278,7 +278,7 @@ def _roi_align(field: Field, attrs: Attrs, x: Array, rois: Array, batch: Array) 
         split = (x.shape[1], shape[0], high, shape[1], wide)
         if mode == "avg":
             out[k] = sum(parts).reshape(split).sum(axis=(2, 4)) / max(high * wide, 1)
-        else:  # the greatest weighted neighbour, as the specification says
+        else:  # the greatest of the weighted neighbours, as the specification says
             out[k] = np.max(parts, axis=0).reshape(split).max(axis=(2, 4))
     return out
 
@@ -287,7 +287,7 @@ def _roi_align(field: Field, attrs: Attrs, x: Array, rois: Array, batch: Array) 
 
 
 def _cosines(*coefficients: float) -> Callable[..., Array]:
-    """A window that is a sum of cosines."""
+    """A function that makes a window as a sum of cosines."""
 
     def window(field: Field, attrs: Attrs, size: Array) -> Array:
         n = int(size.item())
@@ -304,7 +304,7 @@ def _cosines(*coefficients: float) -> Callable[..., Array]:
 def _dft(
     field: Field, attrs: Attrs, x: Array, length: Array | None = None, axis: Array | None = None
 ) -> Array:
-    """x [..., 1 or 2]: real, or real and imaginary parts."""
+    """x is [..., 1 or 2]: the real part, or real and imaginary parts."""
     along = -2 if axis is None else int(axis.item())
     along = along % x.ndim
     signal = x[..., 0] + 1j * x[..., 1] if x.shape[-1] == 2 else x[..., 0].astype(np.complex128)
@@ -329,7 +329,7 @@ def _stft(
     window: Array | None = None,
     length: Array | None = None,
 ) -> Array:
-    """signal [b,n] or [b,n,1 or 2]: [b,frames,bins,2]."""
+    """From a signal [b,n] or [b,n,1 or 2]: the result [b,frames,bins,2]."""
     if signal.ndim == 2:
         signal = signal[..., None]
     if window is None and length is None:

@@ -15,7 +15,7 @@ from xrlflow.ops.eval_shape import pad
 from xrlflow.ops.eval_spec import Inputs, OpSpec, integer, integers, number, single, string, table
 from xrlflow.ops.field import Array, Field, NotEvaluable, extreme
 
-# The most elements of the matrix of windows that a convolution unfolds at a time (16 MiB of float64).
+# The most elements of the matrix of windows that a convolution builds at a time (16 MiB of float64).
 UNFOLDED = 1 << 21
 
 
@@ -45,7 +45,9 @@ def gemm(field: Field, attrs: Attrs, a: Array, b: Array, c: Array | None = None)
 
 
 def _labels(term: str, rank: int | None, ellipsis: list[str]) -> list[str]:
-    """The labels of a term. "..." is replaced by as many of the last labels of `ellipsis` as the rank leaves."""
+    """The labels of a term. "..." becomes the last labels of `ellipsis`: as many as the rank has besides the other
+    labels.
+    """
     if "..." not in term:
         return list(term)
     left, right = term.split("...")
@@ -76,7 +78,7 @@ def contract(field: Field, equation: str, operands: Sequence[Array]) -> Array:
     for one, x in zip(labels, operands):
         x = np.broadcast_to(x, [sizes[label] for label in one])
         unique = list(dict.fromkeys(one))
-        if len(unique) < len(one):  # a diagonal
+        if len(unique) < len(one):  # a label occurs twice: take the diagonal
             number_of = {label: i for i, label in enumerate(unique)}
             x = np.einsum(x, [number_of[label] for label in one], [number_of[label] for label in unique])
         parts.append((unique, x))
@@ -120,17 +122,19 @@ def _einsum(field: Field, attrs: Attrs, *operands: Array) -> Array:
 class Windows:
     """The positions of the windows of a convolution or pool, for each spatial axis, in elements."""
 
-    size: tuple[int, ...]  # of the input
+    size: tuple[int, ...]  # the sizes of the input
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
     before: tuple[int, ...]
-    after: tuple[int, ...]  # as declared
+    after: tuple[int, ...]  # the padding as declared
     out: tuple[int, ...]
 
     @property
     def overhang(self) -> tuple[int, ...]:
-        """Padding at the end that the last window needs; negative: elements that it does not reach."""
+        """The padding at the end that the last window needs. Negative: how many elements at the end it does not
+        reach.
+        """
         return tuple(
             (o - 1) * s + d * (k - 1) + 1 - size - b
             for o, s, d, k, size, b in zip(
@@ -139,7 +143,7 @@ class Windows:
         )
 
     def offsets(self) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Each position in the kernel, with the elements of the padded input that it meets."""
+        """Each position in the kernel, with the elements of the padded input with which it is multiplied."""
         for offset in np.ndindex(*self.kernel):
             yield (
                 offset,
@@ -151,7 +155,7 @@ class Windows:
 
 
 def windows(attrs: Attrs, size: tuple[int, ...], kernel: tuple[int, ...]) -> Windows:
-    """The windows, from the attributes strides, dilations, pads, auto_pad and ceil_mode."""
+    """The windows that follow from the attributes strides, dilations, pads, auto_pad and ceil_mode."""
     rank = len(size)
     strides = integers(attrs, "strides") or (1,) * rank
     dilations = integers(attrs, "dilations") or (1,) * rank
@@ -183,7 +187,7 @@ def _padded(x: Array, w: Windows, value: Any) -> Array:
 
 
 def conv(field: Field, attrs: Attrs, x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """A convolution in any number of dimensions, as products with parts of the matrix of windows."""
+    """A convolution in any number of dimensions, computed as products with parts of the matrix of windows."""
     batch, channels = x.shape[:2]
     maps, depth = weight.shape[:2]
     groups = integer(attrs, "group", 1)
@@ -199,7 +203,7 @@ def conv(field: Field, attrs: Attrs, x: Array, weight: Array, bias: Array | None
         x = _padded(x, w, 0)
         y = np.empty((batch, groups, maps // groups, *w.out), dtype=x.dtype)
         spatial = x.strides[2:]
-        row = channels * taps * prod(w.out[1:])  # unfolded elements for each index of the first spatial axis
+        row = channels * taps * prod(w.out[1:])  # of the matrix, for each index of axis 2
         step = max(1, UNFOLDED // max(row, 1))
         strides = (
             x.strides[1],
@@ -348,7 +352,7 @@ def _global_lp_pool(field: Field, attrs: Attrs, x: Array) -> Array:
 
 
 def _max_unpool(field: Field, attrs: Attrs, x: Array, indices: Array, shape: Array | None = None) -> Array:
-    """Indices refer to the smallest output. If a larger `shape` is given, zeros are added at the end."""
+    """The indices refer to the smallest possible output. If a larger `shape` is given, zeros are added at the end."""
     rank = x.ndim - 2
     kernel = integers(attrs, "kernel_shape") or (1,) * rank
     strides = integers(attrs, "strides") or (1,) * rank

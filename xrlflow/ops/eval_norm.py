@@ -28,7 +28,9 @@ EPSILON = f32(1e-5)
 
 
 def _reduction(reduce: Callable[[Field, Array, Axes, bool], Array], prepared: bool = False) -> Evaluate:
-    """A reduction over axes that are an input. `prepared`: without axes to reduce, it still changes its input."""
+    """Evaluation of a reduction whose axes are an input. `prepared`: a function that is applied to the input even if
+    there are no axes to reduce.
+    """
 
     def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
         x = inputs[0]
@@ -104,7 +106,9 @@ def _cumsum(field: Field, attrs: Attrs, x: Array, axis: Array) -> Array:
 
 
 def _top(field: Field, x: Array, axis: int) -> Any:
-    """What softmax subtracts: the greatest element. If that is infinite, the row becomes NaN, as in runtimes."""
+    """What softmax subtracts from a row: its greatest element. If that is infinite, the row becomes NaN, as in
+    runtimes.
+    """
     return field.max(x, (axis,), True) if field.real else field.stabiliser(x, (axis,))
 
 
@@ -139,7 +143,7 @@ def _inverse_deviation(field: Field, variance: Array, epsilon: float) -> Array:
 
 
 def _moments(field: Field, x: Array, axes: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """Mean, deviation from the mean, and variance."""
+    """Mean, deviation from the mean, and variance of x over the axes."""
     mean = field.mean(x, axes, True)
     centred = field.sub(x, mean)
     return mean, centred, field.mean(field.square(centred), axes, True)
@@ -225,7 +229,7 @@ def _mean_variance_norm(field: Field, attrs: Attrs, x: Array) -> Array:
 
 
 def _lp_norm(field: Field, attrs: Attrs, x: Array) -> Array:
-    """A vector of zeros stays zeros."""
+    """The normalised x. A vector of zeros stays zeros."""
     axis = (integer(attrs, "axis", -1),)
     norm = (_l1 if integer(attrs, "p", 2) == 1 else _l2)(field, x, axis, True)
     zero = field.compare("equal", norm, 0)
@@ -241,7 +245,7 @@ def _lrn(field: Field, attrs: Attrs, x: Array) -> Array:
     channels = x.shape[1]
     total = np.zeros_like(x)
     for shift in range(-before, size - before):
-        # Channel c takes the square of channel c + shift.
+        # Channel c gets the square of channel c + shift.
         to = slice(max(0, -shift), channels - max(0, shift))
         if to.start < to.stop:
             total[:, to] = field.add(total[:, to], square[:, to.start + shift : to.stop + shift])

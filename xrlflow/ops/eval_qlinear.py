@@ -1,4 +1,5 @@
-"""Evaluation of ONNX Runtime's quantised operators: dequantise, compute in real numbers, round to the output's steps.
+"""Evaluation of ONNX Runtime's quantised operators: they dequantise, compute in real numbers, and round to multiples of
+the output's scale.
 
 Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
@@ -24,7 +25,7 @@ from xrlflow.ops.field import REALS, Array, Field, NotEvaluable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Output:
-    """Scale and zero point of an output. `like`: an input, whose type it has if the zero point is missing."""
+    """Scale and zero point of an output. `like`: an input; without a zero point the output has its type."""
 
     scale: Array
     zero: Array | None
@@ -35,7 +36,7 @@ class _Output:
 
 
 def _real(x: Array, scale: Array, zero: Array | None) -> Array:
-    """The numbers that integers stand for."""
+    """The real numbers that quantised integers stand for."""
     value = widen(x).astype(np.float64)
     return np.asarray((value if zero is None else value - widen(zero)) * REALS.lift(scale))
 
@@ -45,8 +46,9 @@ def _padded(inputs: tuple[Any, ...], count: int) -> list[Any]:
 
 
 def _pair(*operands: Any) -> tuple[Array, Array, _Output]:
-    """The numbers of two quantised operands, and the output's scale and zero point. `operands`: a, its scale and zero
-    point, b with its own, then those of the output."""
+    """The real numbers of two quantised operands, and the output's scale and zero point. `operands`: a, its scale and
+    zero point; b, its scale and zero point; scale and zero point of the output.
+    """
     a, a_scale, a_zero, b, b_scale, b_zero, to, to_zero = _padded(operands, 8)
     return _real(a, a_scale, a_zero), _real(b, b_scale, b_zero), _Output(to, to_zero, a)
 
@@ -118,7 +120,7 @@ def _where(attrs: Attrs, condition: Array, *inputs: Array) -> Unrounded:
 def _product(
     attrs: Attrs, a: Array, s: Array, z: Array, b: Array, t: Array, u: Array, bias: Array | None
 ) -> Array:
-    """alpha * a' * b' + bias. The bias is in steps of the product of all scales."""
+    """The sum alpha * a' * b' + bias. The bias is in units of the product of all scales."""
     if b.ndim == 2 and t.ndim == 1 and integer(attrs, "transB", 0):
         t, u = t[:, None], u.reshape(-1, 1)
     x, y = _real(a, s, z), _real(b, t, u)
@@ -137,13 +139,13 @@ def _gemm(attrs: Attrs, *inputs: Array) -> Unrounded:
 
 
 def _any_gemm(field: Field, attrs: Attrs, *inputs: Array) -> Array:
-    """Without a scale for the output, the output is of floats."""
+    """Without a scale of the output, the output is in floats."""
     operands = _padded(inputs, 9)
     return _product(attrs, *operands[:7]) if operands[7] is None else _gemm(attrs, *inputs).rounded()
 
 
 def _unpacked(packed: Array, bits: int, count: int) -> Array:
-    """The numbers of `bits` bits in the last axis of bytes, the lowest bits first: `count` of them."""
+    """`count` numbers of `bits` bits each, unpacked from the last axis of bytes, the lowest bits first."""
     parts = [(packed >> at) & ((1 << bits) - 1) for at in range(0, 8, bits)]
     return np.stack(parts, -1).reshape(*packed.shape[:-1], -1)[..., :count]
 
@@ -158,7 +160,7 @@ def _matmul_bits(
     groups: Array | None = None,
     bias: Array | None = None,
 ) -> Array:
-    """a[..,k] times a matrix [k,n] whose columns are packed in blocks, each with a scale."""
+    """The product of a[..,k] and a matrix [k,n] whose columns are packed in blocks, each with a scale."""
     if groups is not None:
         raise NotEvaluable("MatMulNBits with g_idx")
     k, n, bits = (integer(attrs, name, 4) for name in ("K", "N", "bits"))

@@ -17,7 +17,7 @@ from xrlflow.ops.field import REALS, Array, Field
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantised:
-    """Integers that represent (numbers - zero) * scale. `zero` is None if it is 0."""
+    """Integers that represent the numbers (integer - zero) * scale. `zero` is None if it is 0."""
 
     numbers: Array
     scale: Array
@@ -25,7 +25,9 @@ class Quantised:
 
 
 def _spread(scale: Array, x: Array, attrs: Attrs) -> Array:
-    """A scale or zero point, broadcast to `x`: one for all, one for each index of the axis, or one for each block."""
+    """A scale or zero point, broadcast to `x`. It has one number for all, one for each index of the axis, or one for
+    each block.
+    """
     if scale.ndim == 0 or (scale.size == 1 and scale.ndim == 1):
         return scale.reshape(())
     axis = integer(attrs, "axis", 1) % x.ndim
@@ -50,9 +52,10 @@ def _saturate(x: Array, dtype: np.dtype[Any]) -> Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unrounded:
-    """What an operator rounds: numbers in steps of its scale, without the zero point, and the type of its result.
+    """The result of an operator before rounding: numbers in units of the scale, without the zero point, and the
+    result's type.
 
-    `float_type`: the format of a result in float8 or float4. Its infinities depend on `saturate`.
+    `float_type`: the format of a result in float8 or float4. Whether it has infinities depends on `saturate`.
     """
 
     scaled: Array
@@ -63,18 +66,20 @@ class Unrounded:
 
     @property
     def steps(self) -> Array:
-        """The numbers that the integers are nearest to, unless these are clamped."""
+        """The result before it is rounded and clamped, in units of the scale, with the zero point."""
         return np.asarray(self.scaled + self.zero)
 
     def rounded(self) -> Array:
-        """round(scaled) + zero point, clamped. Ties are rounded to even, in double precision."""
+        """round(scaled) + zero point, clamped to the type. Ties are rounded to even, in double precision."""
         if self.float_type is not None:
             return round_narrow(self.steps, self.float_type, self.saturate)
         return _saturate(np.rint(self.scaled) + self.zero, self.dtype)
 
 
 def requantised(scaled: Array, zero: Array | None, like: Array) -> Unrounded:
-    """Numbers in steps of the output's scale. Without a zero point, the type is that of `like`."""
+    """Numbers, in units of the output's scale, that are still to be rounded. Without a zero point the type is that of
+    `like`.
+    """
     dtype = like.dtype if zero is None else zero.dtype
     offset: Array | float = 0.0 if zero is None else widen(zero).astype(np.float64)
     return Unrounded(scaled, offset, dtype, narrow_float(dtype))
@@ -97,7 +102,8 @@ def _dequantize(field: Field, attrs: Attrs, x: Array, scale: Array, zero: Array 
 
 
 def dynamic_quantize(x: Array) -> tuple[Array, Any, Array]:
-    """Quantise to uint8 by the range of the data, extended to include 0. For all zeros the scale is 1, as in runtimes.
+    """Quantise to uint8 by the range of the data, extended to include 0. If all data are zeros the scale is 1, as in
+    runtimes.
 
     Scale and quotient are rounded to float32, by definition.
     """
@@ -114,7 +120,7 @@ def _dynamic_quantize(field: Field, attrs: Attrs, x: Array) -> tuple[Any, ...]:
 
 
 def _centred(x: Array, zero: Array | None, columns: bool) -> Array:
-    """Integers minus their zero point (one, or one for each row or column), as float64."""
+    """Integers minus their zero point (one number, or one for each row or column), as float64."""
     value = x.astype(np.float64)
     if zero is None:
         return value
@@ -123,7 +129,7 @@ def _centred(x: Array, zero: Array | None, columns: bool) -> Array:
 
 
 def integer_product(a: Array, b: Array, a_zero: Array | None, b_zero: Array | None) -> Array:
-    """The product of two integer matrices minus their zero points: integers in float64."""
+    """The product of two integer matrices, each minus its zero point: integers as float64."""
     product: Array = np.matmul(_centred(a, a_zero, False), _centred(b, b_zero, True))
     return product
 
@@ -140,7 +146,7 @@ def _matmul_integer(
 
 
 def _conv_sum(attrs: Attrs, x: Array, w: Array, x_zero: Array | None, w_zero: Array | None) -> Array:
-    """The convolution of integers minus their zero points: integers in float64."""
+    """The convolution of integers, each tensor minus its zero point: integers as float64."""
     data, weight = x.astype(np.float64), w.astype(np.float64)
     if x_zero is not None:
         data -= x_zero.reshape(-1)[0]
@@ -161,7 +167,7 @@ def _conv_integer(
 
 
 def _widened(numbers: Array, scale: Array, zero: Array) -> Quantised:
-    """Quantised numbers in types that NumPy computes with."""
+    """Quantised numbers, converted to types with which NumPy computes."""
     return Quantised(widen(numbers), scale, widen(zero))
 
 
@@ -200,7 +206,7 @@ ROUNDINGS: Mapping[str, Rounding] = {
 
 
 def rounding(op: str, find: Rounding) -> OpSpec:
-    """The evaluation of an operator that rounds its result."""
+    """The OpSpec of an operator that rounds its result."""
 
     def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
         return (find(attrs, *inputs).rounded(),)

@@ -45,7 +45,7 @@ def _apply(field: Field, name: str, parameters: tuple[float, ...], x: Array) -> 
 def _activations(attrs: Attrs, default: tuple[str, ...], directions: int) -> Iterator[list[Activation]]:
     """The activation functions of each direction.
 
-    The lists of alphas and betas are consumed in order by the functions that have such a parameter.
+    Each function with such a parameter takes the next number from the list of alphas or betas.
     """
     names = attrs.get("activations") or default * directions
     assert isinstance(names, tuple)
@@ -68,14 +68,14 @@ def _activations(attrs: Attrs, default: tuple[str, ...], directions: int) -> Ite
 
 
 def _flipped(x: Array, lengths: Array) -> Array:
-    """[t,b,...] with the first `lengths[b]` steps of each sequence reversed."""
+    """x[t,b,...] with the first `lengths[b]` steps of each sequence b reversed."""
     steps = np.arange(x.shape[0])[:, None]
     index = np.where(steps < lengths, lengths - 1 - steps, steps)
     return x[index, np.arange(x.shape[1])]
 
 
-# A step takes: field, projected input [b, g*h], state, recurrent weights [g*h, h], recurrent bias [g*h], activations,
-# attributes and peepholes. It returns the new state: (hidden,) or (hidden, cell), each [b,h].
+# A function for one step. It takes: field, projected input [b, g*h], state, recurrent weights [g*h, h], recurrent bias
+# [g*h], activations, attributes and peepholes. It returns the new state: (hidden,) or (hidden, cell), each [b,h].
 State = tuple[Array, ...]
 Step = Callable[[Field, Array, State, Array, Array, list[Activation], Attrs, Array | None], State]
 
@@ -138,7 +138,7 @@ def _lstm_step(
     attrs: Attrs,
     peepholes: Array | None,
 ) -> State:
-    """Gates are in the order input, output, forget, cell; peepholes input, output, forget."""
+    """One step of an LSTM. Gates are in the order input, output, forget, cell; peepholes input, output, forget."""
     hidden, cell = state
     size = hidden.shape[1]
     gate, act, out = functions
@@ -161,8 +161,9 @@ def _lstm_step(
 
 
 def _recurrent(step: Step, gates: int, states: int, default: tuple[str, ...]) -> Any:
-    """X [t,b,i], W [directions, g*h, i], R [directions, g*h, h], B [directions, 2*g*h], lengths [b],
-    initial states [directions,b,h], peepholes [directions, 3*h] (LSTM). `layout` 1 puts the batch first."""
+    """The inputs are X [t,b,i], W [directions, g*h, i], R [directions, g*h, h], B [directions, 2*g*h], lengths [b],
+    initial states [directions,b,h], peepholes [directions, 3*h] (LSTM). `layout` 1 puts the batch first.
+    """
 
     def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
         x, w, r, *others = inputs

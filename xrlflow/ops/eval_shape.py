@@ -31,7 +31,7 @@ def _reshape(field: Field, attrs: Attrs, x: Array, shape: Array) -> Array:
     target = shape.tolist()
     if not integer(attrs, "allowzero", 0):
         target = [x.shape[i] if d == 0 else d for i, d in enumerate(target)]
-    if min(target, default=0) < -1:  # NumPy takes any negative number for -1
+    if min(target, default=0) < -1:  # NumPy accepts any negative number as -1
         raise ValueError(f"Reshape to {target}")
     return x.reshape(target)
 
@@ -85,10 +85,10 @@ def _split(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[An
 def ends_of_slice(ends: Array, steps: Array) -> Array:
     """The ends of a slice, as ONNX defines them. The same array if nothing changes.
 
-    ONNX Runtime takes the largest int32 and int64 as "up to the last element" also for negative steps, where that is
-    before the first element.
+    ONNX Runtime takes the largest int32 and int64 as "up to the last element" for negative steps, too: such a slice
+    includes the first element of the axis.
     """
-    if ends.shape != steps.shape:  # the operator fails
+    if ends.shape != steps.shape:  # the operator fails for such inputs
         return ends
     largest = [n for n in (2**31 - 1, 2**63 - 1) if n <= np.iinfo(ends.dtype).max]
     beyond = np.isin(ends, largest) & (steps < 0)
@@ -183,7 +183,7 @@ def _gather(field: Field, attrs: Attrs, x: Array, indices: Array) -> Array:
 
 
 def _within(x: Array, axis: int, indices: Array) -> Array:
-    """`x`, cut to the extent of `indices` along every axis but one."""
+    """`x`, cut to the size of `indices` along every axis except `axis`."""
     if all(i == axis or a == b for i, (a, b) in enumerate(zip(x.shape, indices.shape))):
         return x
     return x[tuple(slice(None) if i == axis else slice(0, s) for i, s in enumerate(indices.shape))]
@@ -195,7 +195,7 @@ def _gather_elements(field: Field, attrs: Attrs, x: Array, indices: Array) -> Ar
 
 
 def _tuple_index(indices: Array, batch: int, shape: tuple[int, ...]) -> tuple[Array, ...]:
-    """The index arrays in the last axis of `indices`, preceded by those of `batch` leading axes."""
+    """The index arrays in the last axis of `indices`, after index arrays for the `batch` leading axes."""
     grids = np.indices(indices.shape[:-1], sparse=True)[:batch]
     return (*grids, *np.moveaxis(indices, -1, 0))
 
@@ -360,12 +360,14 @@ def _arg_min(field: Field, attrs: Attrs, x: Array) -> Array:
 
 
 def _top_k(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
-    """Of equal elements, the one with the lower index comes first."""
+    """The greatest or least elements, and their indices. Of equal elements, the one with the lower index comes
+    first.
+    """
     x, k = inputs
     assert x is not None
     assert k is not None
     axis = integer(attrs, "axis", -1)
-    if k.item() < 0:  # NumPy would take none
+    if k.item() < 0:  # NumPy would return nothing
         raise ValueError(f"TopK of {k.item()} elements")
     if integer(attrs, "largest", 1):
         backwards = np.argsort(np.flip(x, axis), axis=axis, kind="stable")

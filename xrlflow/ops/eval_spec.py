@@ -16,17 +16,17 @@ Evaluate = Callable[[Field, Attrs, Inputs, int], tuple[Any, ...]]
 
 # What a proof over a prime field can conclude about an operator.
 Proof = Literal[
-    "movement",  # only moves elements: the same over every field
-    "integer",  # integers and booleans, which are the same in every field
-    "polynomial",  # sums, products, quotients
-    "uninterpreted",  # functions of which only the name is known (exp, sqrt, Relu, max)
-    "numeric",  # order, rounding, interpolation, irrational constants: only over the real numbers
+    "movement",  # only moves elements, in the same way over every field
+    "integer",  # computes with integers and booleans, which are the same in every field
+    "polynomial",  # computes sums, products, quotients
+    "uninterpreted",  # functions of which a proof knows only the name (exp, sqrt, Relu, max)
+    "numeric",  # needs order, rounding, interpolation or irrational constants: only over the real numbers
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """One operator: how it is evaluated, and over which fields.
+    """How an operator is evaluated, and over which fields.
 
     `evaluate` takes the field, the attributes (without defaults), the inputs (None: absent; trailing ones may be
     missing) and the number of wanted outputs. It returns at least that many arrays or NumPy scalars.
@@ -60,7 +60,7 @@ def table(proof: Proof, **operators: Evaluate) -> dict[str, OpSpec]:
 
 
 def f32(value: float) -> float:
-    """The float32 nearest to a number, for defaults that the specification keeps in float attributes."""
+    """The float32 nearest to a number, for defaults that the specification stores in float attributes."""
     return float(np.float32(value))
 
 

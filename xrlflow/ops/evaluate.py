@@ -1,7 +1,7 @@
 """The evaluator of ONNX's operators (opset 23), over any field.
 
-Over REALS it is the float64 reference of verification, and it folds constants. Over a prime field it proves
-rules. Semantics: the ONNX operator documentation, https://onnx.ai/onnx/operators/
+Over REALS (float64) it computes the reference results of verification, and folds constants. Over a prime field it
+proves rules. Semantics: the ONNX operator documentation, https://onnx.ai/onnx/operators/
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# What NumPy raises for inputs that do not fit an operator.
+# The exceptions that NumPy raises for inputs that do not fit an operator.
 MISFIT = (ArithmeticError, IndexError, KeyError, MemoryError, TypeError, ValueError)
 
 
@@ -47,9 +47,9 @@ def evaluate_node(
 
     Inputs are arrays, or None if absent. Floats should be elements of the field, that is float64 (see `promote`). Over
     REALS, narrower floats are used as they are if NumPy can compute with them. Integers and booleans are exact. Outputs
-    are float64 if floats came in so: a Cast to float16, bfloat16 or float32 does not round, one to a float8 or float4
-    format does. Arrays of less than eight bits, or in a float8 or float4 format, have the dtypes of ml_dtypes. Outputs
-    may share memory with inputs and may be read-only.
+    are float64 if the inputs were: then a Cast to float16, bfloat16 or float32 does not round, but a Cast to a float8
+    or float4 format does. Arrays of less than eight bits, or in a float8 or float4 format, have the dtypes of
+    ml_dtypes. Outputs may share memory with inputs and may be read-only.
 
     Raises NotEvaluable for operators, or uses of them, that have no evaluation here. Inputs that do not fit the
     operator raise whatever NumPy raises (MISFIT).
@@ -59,7 +59,7 @@ def evaluate_node(
 
 
 def _evaluated(op: str, attrs: Attrs, inputs: Inputs, n_outputs: int, field: Field) -> tuple[Array, ...]:
-    """`evaluate_node`, for a caller that has already suppressed NumPy's floating-point warnings."""
+    """As `evaluate_node`, for a caller that has already suppressed NumPy's floating-point warnings."""
     spec = SPECS.get(op)
     if spec is None:
         raise NotEvaluable(op)
@@ -73,7 +73,8 @@ def _evaluated(op: str, attrs: Attrs, inputs: Inputs, n_outputs: int, field: Fie
     return tuple([out if type(out) is np.ndarray else np.asarray(out) for out in outputs])
 
 
-# Operators that read only a part of their input: a large constant table of embeddings is not converted as a whole.
+# Operators that read only a part of their input. A large constant table, for instance of embeddings, is then not
+# converted as a whole.
 _PARTIAL = frozenset({"Gather", "GatherElements", "GatherND", "Slice", "Split"})
 
 
@@ -81,16 +82,18 @@ def evaluate_graph(graph: Graph, feeds: Mapping[Value, Array], field: Field = RE
     """The outputs of a graph for these inputs: float64 wherever the graph has floats of any precision.
 
     Constants are converted when a node reads them. Intermediate arrays are freed after their last use. A graph input
-    that is not fed takes its constant, if it is an overridable initialiser. Bodies of If, Loop and Scan are evaluated
-    the same way. Raises NotEvaluable at the first node without an evaluation, KeyError for an input without a value,
-    and `deadline.DeadlineExceeded` if the time is over.
+    without an array in `feeds` has the value of its constant, if it is an overridable initialiser. Bodies of If, Loop
+    and Scan are evaluated the same way. Raises NotEvaluable at the first node without an evaluation, KeyError for an
+    input without a value, and `deadline.DeadlineExceeded` when the time limit is reached.
     """
     return Evaluation.of(graph).run(feeds, field)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A graph that is evaluated several times (see `evaluate_graph`). `reads`: how many times each value is read."""
+    """A graph that is to be evaluated several times (see `evaluate_graph`). `reads`: how many times each value is
+    read.
+    """
 
     graph: Graph
     order: tuple[Node, ...]
@@ -177,7 +180,9 @@ def _if(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, 
 
 
 def _stacked(graph: Graph, rows: list[list[Array]], first: int, axes: Sequence[int]) -> list[Array]:
-    """The results of each step for the outputs from `first` on, stacked. Without steps, by the declared types."""
+    """The results of each step for the outputs from `first` on, stacked. Without steps, empty arrays of the declared
+    types.
+    """
     out = []
     for i, axis in enumerate(axes, start=first):
         if rows:

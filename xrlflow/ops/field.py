@@ -1,8 +1,9 @@
-"""What operators compute in: the real numbers (float64), or a prime field in proofs.
+"""The numbers in which operators compute: the real numbers (float64), or a prime field in proofs.
 
-Operators are written once, in terms of `Field`. Arrays of dtype float64 hold elements of the field. Integers, booleans
-and strings are ordinary NumPy arrays in every field; all methods below accept them and treat them as NumPy does, except
-that division truncates as in ONNX. Moving data (reshape, gather, where) needs no field: operators use NumPy directly.
+Operators are written once, with the methods of `Field`. Arrays of dtype float64 hold elements of the field. Integers,
+booleans and strings are ordinary NumPy arrays in every field; all methods below accept them and treat them as NumPy
+does, except that division truncates as in ONNX. Moving data (reshape, gather, where) needs no field: operators use
+NumPy directly.
 """
 
 from __future__ import annotations
@@ -38,18 +39,22 @@ class Field(ABC):
 
     @abstractmethod
     def lift(self, array: Array) -> Array:
-        """Floats of any precision, integers or booleans as elements: an array of dtype float64."""
+        """Floats of any precision, integers or booleans, converted to elements of the field: an array of dtype
+        float64.
+        """
 
     @abstractmethod
     def constant(self, value: Number) -> Any:
-        """One element: a rational number. A float stands for the rational number that it is exactly."""
+        """One element of the field, from a rational number. A float stands for the rational number that it
+        exactly is.
+        """
 
     @abstractmethod
     def truncate(self, a: Array, dtype: np.dtype[Any]) -> Array:
         """Elements rounded towards zero, as integers of `dtype`. Raises NotEvaluable if the field has no order."""
 
     def narrow(self, a: Array, to: DType) -> Array:
-        """Elements as floats of a narrower type. By default nothing is rounded."""
+        """Elements after a cast to a narrower type of floats. By default nothing is rounded."""
         return a
 
     @abstractmethod
@@ -103,17 +108,19 @@ class Field(ABC):
     @property
     @abstractmethod
     def lowest(self) -> Any:
-        """The neutral element of `maximum`. Max pooling pads with it."""
+        """The neutral element of `maximum`, with which max pooling pads."""
 
     @abstractmethod
     def compare(self, name: str, a: Any, b: Any) -> Array:
-        """Booleans: "equal", "less", "less_equal". Raises NotEvaluable if the field has no order."""
+        """The result of a comparison, as booleans: "equal", "less", "less_equal". Raises NotEvaluable if the field has
+        no order.
+        """
 
     @abstractmethod
     def stabiliser(self, a: Array, axes: tuple[int, ...] | None) -> Any:
-        """What softmax subtracts from `a` before exp, along `axes`, which are kept with size 1.
+        """What softmax subtracts from `a` before exp, along `axes`; they stay in the result, with size 1.
 
-        It cancels, so a field may return zero.
+        The subtraction does not change the softmax, so a field may return zero.
         """
 
     @abstractmethod
@@ -144,7 +151,7 @@ def integer_divide(a: Any, b: Any) -> Array:
 
 def erf(x: Any) -> Array:
     """The error function in double precision."""
-    from scipy.special import erf as of_floats  # slow to import, and most models need none of it
+    from scipy.special import erf as of_floats  # slow to import, and most models do not need it
 
     result: Array = np.asarray(of_floats(np.asarray(x, dtype=np.float64)))
     return result
@@ -213,7 +220,7 @@ REAL_UNARY: dict[str, Callable[..., Any]] = {
 
 
 def _pow(x: Any, exponent: Any) -> Any:
-    """A power. Squares are one multiplication, as in runtimes, which is much faster."""
+    """A power. Squares are computed by one multiplication, as in runtimes, which is much faster."""
     if np.size(exponent) == 1 and np.ndim(exponent) <= np.ndim(x) and np.all(exponent == 2):
         return np.multiply(x, x)
     return np.power(x, exponent)
@@ -328,7 +335,7 @@ class Reals(Field):
         if a.size == 0:
             return 0.0
         top = np.max(a, axis=axes, keepdims=True)
-        # A row of only -inf gives 0 / 0 either way; +inf must not turn the whole row into inf - inf.
+        # A row of only -inf gives 0 / 0 either way. A row with +inf must not become inf - inf everywhere.
         return top if np.isfinite(top).all() else np.where(np.isfinite(top), top, 0.0)
 
     def scatter(self, name: str, a: Array, index: Any, updates: Array) -> None:

@@ -1,4 +1,4 @@
-"""Types of a node's outputs: ONNX's own inference for single nodes, memoised."""
+"""The types of a node's outputs: ONNX's own inference for single nodes, with results that are cached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TooLarge(InferenceError):
     """An output would have more elements than any machine holds."""
 
 
-# Inputs whose values (shapes, axes, counts) decide the outputs' types. Values of other constants are ignored.
+# Inputs whose values (shapes, axes, counts) decide the outputs' types. Values of other constants are not used.
 _DATA_INPUTS: dict[str, tuple[int, ...]] = {
     "Reshape": (1,),
     "Expand": (1,),
@@ -69,7 +69,7 @@ _memo_of_onnx: dict[_Key, tuple[TensorType, ...]] = {}
 
 
 def attr_proto(name: str, value: Attr) -> onnx.AttributeProto:
-    """An attribute as an ONNX proto, except bodies, which `onnxio` writes."""
+    """An attribute as an ONNX proto. Bodies are excluded; `onnxio` writes them."""
     if isinstance(value, RawAttr):
         raw: onnx.AttributeProto = onnx.AttributeProto.FromString(value.proto)
         return raw
@@ -92,12 +92,12 @@ _IMPORTS = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid("ai.on
 
 @lru_cache(maxsize=4096)
 def _read_type(type: TensorType) -> onnx.TypeProto:
-    """A type for ONNX's inference, which does not change it."""
+    """A type for ONNX's inference, which only reads it."""
     return type_proto(type)
 
 
 def type_of_proto(proto: onnx.TypeProto, const: bool = False) -> TensorType:
-    """A TypeProto as a TensorType. Types other than dense tensors are kept as they are."""
+    """A TypeProto as a TensorType. Types other than dense tensors are stored unchanged in it."""
     if not proto.HasField("tensor_type"):
         return TensorType(DType.UNDEFINED, None, const, proto.SerializeToString(deterministic=True))
     tensor = proto.tensor_type
@@ -124,10 +124,10 @@ def infer(
 ) -> tuple[TensorType, ...]:
     """Types of the outputs of a node.
 
-    `types` and `data` have, for each input, its type (None: absent) and its constant, if it is one. Outputs are const
-    if the operator can be folded and every input is constant. Dimensions that ONNX's inference leaves open become
-    formulas if they follow from the inputs' dimensions (`symbolic_shapes`). Operators that ONNX does not define give
-    UNKNOWN types. Raises InferenceError if the inputs do not fit the operator.
+    `types` and `data` have, for each input, its type (None: absent) and its constant, if it is one. Outputs are
+    constant if the operator can be folded and every input is constant. Dimensions that ONNX's inference does not find
+    become formulas if they follow from the inputs' dimensions (`symbolic_shapes`). Operators that ONNX does not define
+    give UNKNOWN types. Raises InferenceError if the inputs do not fit the operator.
     """
     return _remembered(_memo, _infer, op, attrs, types, data, outputs)
 
@@ -165,7 +165,7 @@ def infer_as_onnx(
     data: Sequence[Const | None],
     outputs: int = 1,
 ) -> tuple[TensorType, ...]:
-    """Like `infer`, but dimensions that ONNX's inference leaves open stay open: this is what a runtime knows."""
+    """Like `infer`, but dimensions that ONNX's inference does not find stay unknown, as they are to a runtime."""
     return _remembered(_memo_of_onnx, _by_onnx, op, attrs, types, data, outputs)
 
 
@@ -188,7 +188,7 @@ def _infer(
     if not _is_defined(op, types):
         return tuple(inferred)
     indices = _DATA_INPUTS.get(op, ())
-    # A sequence is made when the model runs, even from constants.
+    # A sequence is built when the model runs, even from constants.
     const = is_foldable(op) and all(t is None or t.const for t in types)
     const = const and all(t.other is None for t in inferred)
     if any(t.shape is None or None in t.shape for t in inferred):
@@ -223,7 +223,7 @@ def _by_onnx(
     node.attribute.extend(attr_proto(k, v) for k, v in attrs.items())
     input_types = {n: _read_type(t) for n, t in zip(names, types) if t is not None}
     input_data = {
-        names[i]: onnx.numpy_helper.from_array(np.asarray(c.array, order="C"))  # scalars stay scalars
+        names[i]: onnx.numpy_helper.from_array(np.asarray(c.array, order="C"))  # a scalar stays a scalar
         for i in indices
         if i < len(data) and (c := data[i]) is not None and c.array is not None
     }

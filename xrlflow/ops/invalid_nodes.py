@@ -1,4 +1,4 @@
-"""Nodes that a runtime refuses when it runs them, although ONNX's type inference accepts them."""
+"""Finds nodes that a runtime refuses when it runs them, although ONNX's type inference accepts them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ _Data = Sequence[Const | None]
 
 
 def why_invalid(op: str, attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | None:
-    """What is wrong with a node, or None. The arguments are those of `infer`."""
+    """A description of what is wrong with a node, or None. The arguments are those of `infer`."""
     check = _CHECKS.get(op)
     return None if check is None or not types else check(attrs, types, data, outputs)
 
 
 def _split(attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | None:
-    """If the numbers differ, ONNX reads beyond the end of one of them."""
+    """Checks the number of a Split's outputs. If it differs from the number of sizes, ONNX reads beyond the end of a
+    list.
+    """
     parts = attrs.get("num_outputs", outputs)
     assert isinstance(parts, int)
     if len(data) > 1 and (sizes := data[1]) is not None and sizes.array is not None:
@@ -33,7 +35,7 @@ def _transpose(attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | 
 
 
 def _concat(attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | None:
-    """ONNX says nothing if the shape of one operand is not known."""
+    """Checks the shapes of a Concat's operands. ONNX does not check them if one of the shapes is unknown."""
     axis = attrs.get("axis")
     ranks = {t.rank for t in types if t is not None and t.rank is not None}
     if len(ranks) > 1:
@@ -44,13 +46,13 @@ def _concat(attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | Non
 
 
 def _gemm(attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | None:
-    """ONNX does not check the third operand."""
+    """Checks the third operand of a Gemm, which ONNX does not."""
     shapes = [None if t is None else t.shape for t in types]
     if len(shapes) < 3 or any(s is None for s in shapes):
         return None
     a, b, c = (s for s in shapes if s is not None)
     if len(a) != 2 or len(b) != 2:
-        return None  # ONNX says that
+        return None  # ONNX's inference reports this
     product = (a[1 if attrs.get("transA") else 0], b[0 if attrs.get("transB") else 1])
     pairs = zip(reversed(product), reversed(c))
     if len(c) > 2 or any(isinstance(m, int) and isinstance(d, int) and d not in (1, m) for m, d in pairs):
@@ -59,7 +61,7 @@ def _gemm(attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | None:
 
 
 def _convolution(weight: int) -> Callable[[Attrs, _Types, _Data, int], str | None]:
-    """The kernel's rank and sizes."""
+    """A function that checks the rank and the sizes of a convolution's kernel, which is input `weight`."""
 
     def check(attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | None:
         image, kernel = types[0], types[weight] if len(types) > weight else None

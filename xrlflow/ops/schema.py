@@ -1,4 +1,4 @@
-"""What ONNX defines about its operators: schemas, default attributes, traits."""
+"""What ONNX defines about its operators: schemas, default attributes, and properties that follow from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMUTATIVE = frozenset(
     ],
 )
 
-# Never merged, duplicated or evaluated before run time.
+# Operators that are never merged, duplicated or evaluated before run time.
 _RANDOM = frozenset(
     [
         "RandomNormal",
@@ -46,8 +46,8 @@ _RANDOM = frozenset(
     ]
 )
 _CONTROL_FLOW = frozenset(["If", "Loop", "Scan", "SequenceMap"])
-# Deterministic, but not folded: folding would bloat the file and lose the integer kernels, or take very long for a few
-# characters.
+# Operators that are deterministic, but not folded: folding would make the file much larger, lose the integer kernels,
+# or take very long for a small file.
 _NOT_FOLDED = frozenset(
     [
         "DequantizeLinear",
@@ -64,24 +64,24 @@ _OPAQUE = "ai.onnx@0::"
 
 
 def opaque(op: str) -> str:
-    """The operator's name for a node that would fail if it ran. No rule matches it."""
+    """A name for the operator of a node that would fail if it ran. No rule matches this name."""
     return op if "::" in op else f"{_OPAQUE}{op}"
 
 
 def is_opaque(op: str) -> bool:
-    """Whether `opaque` made this name."""
+    """Whether `opaque` has made this name."""
     return op.startswith(_OPAQUE)
 
 
 def split_op(op: str) -> tuple[str, str]:
-    """(domain, name) of an operator, from its name in the IR."""
+    """The domain and the name of an operator, from its name in the IR."""
     domain, _, name = op.rpartition("::")
     return domain, name
 
 
 @cache
 def schema(op: str) -> onnx.defs.OpSchema | None:
-    """The operator's definition at the canonical opset; None if ONNX does not define it there."""
+    """The operator's definition at the canonical opset; None if ONNX does not define it at that opset."""
     domain, name = split_op(op)
     if domain not in ("", "ai.onnx", "ai.onnx.ml") or not onnx.defs.has(name, domain):
         return None
@@ -103,13 +103,13 @@ def is_deterministic(op: str) -> bool:
 
 @cache
 def is_foldable(op: str) -> bool:
-    """Whether a node with only constant inputs is a constant."""
+    """Whether a node with this operator and only constant inputs is a constant."""
     return is_deterministic(op) and op not in _NOT_FOLDED and split_op(op)[0] == ""
 
 
 @cache
 def defaults(op: str) -> Mapping[str, Attr]:
-    """The schema's default attributes."""
+    """The default attributes that the operator's schema states."""
     definition = schema(op)
     if definition is None:
         return {}
@@ -137,7 +137,7 @@ _WINDOWED = frozenset(
 _WEIGHTED = {"Conv": 1, "ConvTranspose": 1, "ConvInteger": 1, "QLinearConv": 3}
 
 
-# Operators whose `axis` refers to the dimensions of the first input (or of the output, which has one more).
+# Operators whose `axis` refers to the dimensions of the first input (or of the output, which has one dimension more).
 _AXIS = frozenset(
     ("ArgMax", "ArgMin", "Concat", "Flatten", "Gather", "GatherElements", "Hardmax", "LayerNormalization")
     + ("LogSoftmax", "RMSNormalization", "ScatterElements", "Softmax", "Split", "TopK")
@@ -184,7 +184,9 @@ def canonical_attrs(op: str, attrs: Mapping[str, Attr], inputs: Sequence[TensorT
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The element types that an input takes, as ONNX writes them. Inputs of one `name`, if `alike`, have the same."""
+    """The element types that an input admits, as ONNX writes them. If `alike`, all inputs of one `name` have the same
+    type.
+    """
 
     name: str
     types: frozenset[str]
@@ -193,7 +195,9 @@ class Admitted:
 
 @cache
 def admitted(op: str) -> tuple[Admitted, ...]:
-    """What each input of an operator takes, the last one standing for all that follow. Empty without a schema."""
+    """For each input of an operator the element types that it admits. The last entry also stands for all further
+    inputs. Empty without a schema.
+    """
     definition = schema(op)
     if definition is None:
         return ()
@@ -208,7 +212,7 @@ def admitted(op: str) -> tuple[Admitted, ...]:
 
 @cache
 def output_is_optional(op: str, index: int) -> bool:
-    """Whether an output that nobody reads may have no name."""
+    """Whether an output that nobody reads may be left without a name."""
     definition = schema(op)
     if definition is None or index >= len(definition.outputs):
         return False

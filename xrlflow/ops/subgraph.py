@@ -1,4 +1,4 @@
-"""A few nodes as a model of their own, for measurements."""
+"""Turns a few nodes into a model of their own, which can be measured."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from xrlflow.ops.schema import IR_VERSION, OPSET, split_op
 
 
 class NotStandalone(ValueError):
-    """The node cannot be a model of its own: it has a body, or values that NumPy cannot hold."""
+    """The nodes cannot be a model of their own: there is a body, or there are values that NumPy cannot hold."""
 
 
 def input_name(value: Value) -> str:
-    """The name of a value in the model."""
+    """The name that a value gets in the model."""
     return f"v{value}"
 
 
@@ -33,8 +33,8 @@ def model_of(
 ) -> bytes:
     """A serialised model of these nodes, producers first, at the canonical opset.
 
-    The caller feeds `inputs`; `consts` become initialisers, so that the runtime may pack them in advance. Raises
-    NotStandalone for control flow and for element types that NumPy lacks.
+    The caller of the model feeds `inputs`; `consts` become initialisers, so that the runtime may pack them in advance.
+    Raises NotStandalone for control flow and for element types that NumPy lacks.
     """
     domains = dict.fromkeys(split_op(n.op)[0] for n in nodes)
     imports = [

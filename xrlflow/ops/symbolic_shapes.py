@@ -1,8 +1,8 @@
-"""Dimensions that ONNX's inference leaves open, as formulas of the inputs' dimensions.
+"""Finds dimensions that ONNX's inference leaves unknown, as formulas of the inputs' dimensions.
 
-Each function gives the shapes of a node's outputs, as far as they follow from the inputs' shapes and from what is known
-of their elements (`symbolic_values`). Inputs with which an operator fails need no formula: where the original fails,
-nothing has to be equal. Semantics: the ONNX operator documentation, https://onnx.ai/onnx/operators/
+Each function returns the shapes of a node's outputs, as far as they follow from the inputs' shapes and from what is
+known of the inputs' elements (`symbolic_values`). Inputs for which an operator fails need not be covered: where the
+original fails, nothing has to be equal. Semantics: the ONNX operator documentation, https://onnx.ai/onnx/operators/
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class _Node:
         return index < len(self.types) and self.types[index] is not None
 
     def elements(self, index: int) -> list[Formula | None] | None:
-        """The elements of a list of integers; None for unknown ones."""
+        """The elements of an input that is a list of integers (None for an unknown element); None if nothing is known
+        of them.
+        """
         content = self.contents[index] if index < len(self.contents) else None
         return None if content is None else [e if isinstance(e, Formula) else None for e in content.flat]
 
@@ -64,9 +66,9 @@ def refine(
     contents: Sequence[Known | None],
     inferred: Sequence[TensorType],
 ) -> tuple[TensorType, ...]:
-    """The types of a node's outputs, with formulas for dimensions that are open in `inferred`.
+    """The types of a node's outputs, with formulas for dimensions that are unknown in `inferred`.
 
-    `types` are those of the inputs (None: absent), `contents` their elements, as far as known.
+    `types` are the types of the inputs (None: absent), `contents` the inputs' elements, as far as known.
     """
     function = _FUNCTIONS.get(op)
     if function is None or all(_is_complete(t) for t in inferred):
@@ -78,13 +80,13 @@ def refine(
         ZeroDivisionError,
         dims.FormulaTooLarge,
         _Open,
-    ):  # the inputs do not fit, and a run will fail; or nothing can be concluded
+    ):  # the inputs do not fit, so a run will fail; or nothing can be concluded
         return tuple(inferred)
     return tuple(_completed(t, s) for t, s in zip(inferred, (*shapes, *[None] * len(inferred))))
 
 
 class _Open(Exception):
-    """Something is unknown on which the result depends."""
+    """Something on which the result depends is unknown."""
 
 
 def _is_complete(type: TensorType) -> bool:
@@ -125,7 +127,7 @@ def _volume(shape: Sequence[Dim]) -> Formula:
 
 
 def _try(function: Callable[[], Formula | None]) -> Dim:
-    """A dimension, or None if something that it depends on is unknown."""
+    """The dimension that a function returns, or None if something on which it depends is unknown."""
     try:
         return _dim(function())
     except (_Open, dims.FormulaTooLarge):
@@ -136,7 +138,7 @@ def _try(function: Callable[[], Formula | None]) -> Dim:
 
 
 def join(a: Dim, b: Dim) -> Dim:
-    """A dimension after broadcasting; None if it could be either."""
+    """A dimension after broadcasting; None if either of the two is possible."""
     if a == 1 or (a is not None and a == b):
         return b
     if b == 1 or (isinstance(a, int) and a != 1):
@@ -148,7 +150,8 @@ def join(a: Dim, b: Dim) -> Dim:
     first, second = dims.formula(a), dims.formula(b)
     if len(str(b)) < len(str(a)):
         a, b, first, second = b, a, second, first
-    # When it runs, they are equal or one of them is 1. It is the first, unless that can be 1 where the second is not.
+    # When the model runs, both are equal or one of them is 1. The result is the first, unless the first can be 1 while
+    # the second is not.
     if dims.entails(first, second, 1):
         return a
     return b if dims.entails(second, first, 1) else None
@@ -184,7 +187,7 @@ def _expand(node: _Node) -> Sequence[Shape | None]:
 
 
 def _sure(element: Formula | None) -> Formula | None:
-    """An element that is used as a size. If it may overflow, the overflow is part of the formula."""
+    """An element that is used as a size. If its computation may overflow, the overflow is part of the formula."""
     return element if element is None or fits(element) else dims.call("wrap.int64", element)
 
 
@@ -192,7 +195,7 @@ def _sure(element: Formula | None) -> Formula | None:
 
 
 def _window(node: _Node, data: int, weight: int | None) -> Sequence[Shape | None]:
-    """Convolutions and pools: one spatial dimension after the other."""
+    """The shapes of convolutions and pools: one spatial dimension after the other."""
     shape = _need(node.shape(data))
     rank = len(shape) - 2
     kernel: Sequence[Dim] = node.integers("kernel_shape") or ()
@@ -230,7 +233,7 @@ def _window_size(
     ceil_mode: bool | None,
     dilated: bool,
 ) -> Formula | None:
-    """How many windows fit. `extent`: the size of a window, with dilation. `ceil_mode` None: a convolution."""
+    """How many windows fit. `extent`: the size of a window, with dilation. `ceil_mode` None: for a convolution."""
     if auto.startswith("SAME"):
         return dims.ceil_div(size, stride) if not dilated or ceil_mode is None else None
     begin, end = (0, 0) if auto == "VALID" else pads
@@ -238,13 +241,13 @@ def _window_size(
     if ceil_mode is None or (not ceil_mode and dims.not_less(begin + end + 1 - extent, dims.ZERO)):
         return (
             dims.floor_div(room, stride) + 1
-        )  # a window that does not fit is an error, and so is an image of size 0
+        )  # a window that does not fit is an error; so is an image of size 0
     if not ceil_mode:  # a pool rounds towards zero
         outside = dims.floor_div(dims.maximum(-room, 0), stride)
         return dims.floor_div(dims.maximum(room, 0), stride) - outside + 1
     if extent.number is None:
         return None
-    # The last window may have to begin inside the image or its padding: runtimes and versions differ.
+    # The last window may have to begin inside the image or its padding. Runtimes and versions differ about that.
     return dims.call("ceil_window", size, extent, *map(dims.number, (stride, begin, end)))
 
 
@@ -284,7 +287,7 @@ def _reshape(node: _Node) -> Sequence[Shape | None]:
         if element is None or element.number is not None:
             out.append(element)
         elif not dims.not_less(element, dims.ZERO):
-            out.append(None)  # the element may be -1
+            out.append(None)  # this element may be -1
         else:
             sure = element if total is None or _is_part(element, total) else _sure(element)
             out.append(_or_copied(sure, i, before, target, total) if copies and sure is not None else sure)
@@ -304,9 +307,10 @@ def _reshape(node: _Node) -> Sequence[Shape | None]:
 
 
 def _left_over(before: Shape, sizes: Sequence[Formula]) -> Formula | None:
-    """The dimension that a Reshape with `allowzero` infers if others may be 0.
+    """The dimension that a Reshape with `allowzero` infers if other dimensions may be 0.
 
-    ONNX calls that an error. ONNX Runtime leaves zeros out of both products; the inferred dimension must not be 0.
+    ONNX calls such a Reshape an error. ONNX Runtime leaves zeros out of both products; the inferred dimension must not
+    be 0.
     """
     unmatched, more = [dims.formula(d) for d in before if d is not None], []
     for part in sizes:
@@ -320,7 +324,7 @@ def _left_over(before: Shape, sizes: Sequence[Formula]) -> Formula | None:
 
 
 def _are_filled(parts: Sequence[Formula]) -> bool:
-    """Whether no dimension can be 0."""
+    """Whether none of the dimensions can be 0."""
     return all(dims.not_less(part, dims.ONE) for part in parts)
 
 
@@ -340,13 +344,14 @@ def _or_copied(
 ) -> Formula | None:
     """A dimension of a Reshape's result. If the wanted size is 0, the input's dimension is copied."""
     if at >= len(before):
-        return element  # there is nothing to copy, so a 0 is an error
+        return element  # the input has no dimension to copy, so a 0 is an error
     own = _maybe(before[at])
     if own is None:
         return element if dims.not_less(element, dims.ONE) else None
     if dims.not_less(element, dims.ONE) or dims.entails(element, own, 0) or _vanishes_with(own, element):
         return element
-    # If it were 0, the number of elements would be 0. Without another zero, the copied dimension must then be 0, too.
+    # If this size were 0, the number of elements would be 0. Without another 0, the copied dimension must then be 0,
+    # too.
     sizes = [e for i, e in enumerate(target) if i != at]
     formulas = [e for e in sizes if e is not None]
     filled = len(formulas) == len(sizes) and _are_filled(formulas)
@@ -356,14 +361,14 @@ def _or_copied(
 
 
 def _vanishes_with(own: Formula, element: Formula) -> bool:
-    """Whether a product is 0 whenever another one is."""
+    """Whether a product is 0 whenever another product is 0."""
     if len(own.terms) != 1 or len(element.terms) != 1:
         return False
     return set(element.terms[0][0]) <= set(own.terms[0][0])
 
 
 def _is_part(part: Formula, product: Formula) -> bool:
-    """Whether one product is a factor of another that is a number of elements, so that neither can overflow."""
+    """Whether one product is a factor of another one that is a number of elements, so that neither can overflow."""
     if len(part.terms) != 1 or len(product.terms) != 1:
         return False
     (atoms, factor), (all_atoms, all_factor) = part.terms[0], product.terms[0]
@@ -414,7 +419,7 @@ def _slice(node: _Node) -> Sequence[Shape | None]:
 
 
 def _cut(size: Formula, start: Formula | None, end: Formula | None, step: Formula | None) -> Formula | None:
-    """The number of positions that a slice keeps."""
+    """The number of positions that a Slice takes."""
     if start is None or end is None or step is None or step.number in (None, 0):
         return None
     if not fits(start) or not fits(end):
@@ -423,7 +428,7 @@ def _cut(size: Formula, start: Formula | None, end: Formula | None, step: Formul
     if by < 0 and end.number in (2**31 - 1, 2**63 - 1):
         end = dims.number(-(2**63))  # ONNX Runtime takes the largest numbers so (eval_shape.ends_of_slice)
     elif by < 0 and not dims.not_less(dims.number(dims.LARGEST - 1), end):
-        return None  # it may be one of the largest numbers
+        return None  # the end may be one of the largest numbers
     first = _position(size, start, 0, by < 0)
     last = _position(size, end, -1, by < 0)
     if first is None or last is None:
@@ -433,7 +438,7 @@ def _cut(size: Formula, start: Formula | None, end: Formula | None, step: Formul
 
 
 def _position(size: Formula, at: Formula, minimum: int, backwards: bool) -> Formula | None:
-    """A bound of a slice, counted from the front and clamped; None if its sign is unknown.
+    """A bound of a Slice, counted from the front and clamped; None if its sign is unknown.
 
     `minimum`: the least position for a negative step.
     """
@@ -500,7 +505,7 @@ def _tile(node: _Node) -> Sequence[Shape | None]:
 
 
 def _listed(index: int) -> _Function:
-    """The shape is given by the elements of an input."""
+    """A function for operators whose output shape is given by the elements of an input."""
 
     def function(node: _Node) -> Sequence[Shape | None]:
         elements = node.elements(index)

@@ -1,9 +1,9 @@
-"""What a model computes from its dimensions, as formulas: shapes, axes and counts before any size is known.
+"""Evaluates what a model computes from its dimensions, as formulas: shapes, axes and counts before any size is known.
 
 The elements of a value are formulas (integers), calls and numbers (floating point, where only the structure is known,
-because rounding has no algebra), booleans, or None if unknown. Integers overflow when a model runs. Sums and products
-are the same modulo 2^64 however often they overflow. A division or a comparison is a formula only if its operands are
-known to fit in their type (`xrlflow.ir.dims.bounds`); otherwise it is a call.
+because rounding has no algebra), booleans, or None if unknown. Integers may overflow when a model runs. The result of
+sums and products is the same modulo 2^64, however often they overflow. A division or a comparison becomes a formula
+only if its operands are known to fit in their type (`xrlflow.ir.dims.bounds`); otherwise it becomes a call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def numbers(elements: Known | None) -> npt.NDArray[np.int64] | None:
 
 
 def fits(formula: Formula, dtype: DType = DType.INT64) -> bool:
-    """Whether a formula fits in an integer type at all sizes."""
+    """Whether a formula fits in an integer type at all sizes of its symbols."""
     low, high = dims.bounds(formula)
     minimum, maximum = _RANGES[dtype]
     return low >= minimum and high <= maximum
@@ -71,10 +71,10 @@ def values(
 ) -> Known | None:
     """The elements of the first output of a node; None if none is known, or there are more than SMALL.
 
-    `types` are those of the inputs (None: absent), `inputs` their elements, as far as known.
+    `types` are the types of the inputs (None: absent), `inputs` the inputs' elements, as far as known.
     """
     result = _values(op, attrs, types, inputs, out)
-    # If the two disagree, the node does not compute what was assumed.
+    # If shape and elements disagree, the node does not compute what was assumed here.
     shape = out.shape
     if result is not None and shape is not None and len(shape) != result.ndim:
         return None
@@ -153,7 +153,8 @@ def _shape(attrs: Attrs, type: TensorType | None) -> Known | None:
     return out
 
 
-# Operators that only move elements, with the inputs that they move: the first; all of Concat; two of the scatters.
+# Operators that only move elements, with the indices of the inputs that they move: the first; all of Concat; two of the
+# scatters.
 _MOVES: Mapping[str, Sequence[int]] = {
     **dict.fromkeys(
         ("Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Split", "Slice", "Gather"),
@@ -208,7 +209,7 @@ def _range(inputs: Sequence[Known | None]) -> Known | None:
 
 
 def _wrapped(value: Formula, dtype: DType) -> Element:
-    """The result of ring operations: 64 bits may overflow, results of narrower types must be known to fit."""
+    """The result of sums and products. 64 bits may overflow; results of narrower types must be known to fit."""
     if dtype == DType.INT64 or fits(value, dtype):
         return value
     return dims.call(f"wrap.{dtype.name.lower()}", value)
@@ -252,7 +253,7 @@ def _negated(value: bool | None) -> bool | None:
 
 
 def _of_integers(op: str, attrs: Attrs, dtype: DType) -> Callable[..., Element] | None:
-    """The function of an operator on formulas that fit in their type."""
+    """The function with which an operator computes on formulas that fit in their type; None if there is none."""
     rings: dict[str, Callable[..., Formula]] = {
         "Add": lambda a, b: a + b,
         "Sub": lambda a, b: a - b,
@@ -299,7 +300,9 @@ _REDUCTIONS: Mapping[str, str] = {
 
 
 def _elementwise(op: str, attrs: Attrs, inputs: Sequence[Known], kind: DType, dtype: DType) -> Known | None:
-    """`kind`: the element type of the first input; `dtype`: that of the output."""
+    """The elements of an elementwise operator's output. `kind`: the first input's element type; `dtype`: the
+    output's.
+    """
     if sum(x.size for x in inputs) > 4 * SMALL:
         return None
     if op in _LOGIC:
@@ -331,7 +334,9 @@ def _elementwise(op: str, attrs: Attrs, inputs: Sequence[Known], kind: DType, dt
 
 
 def _cast(element: Element, kind: DType, dtype: DType) -> Element:
-    """An element in another type. Integers overflow; floats are calls, since rounding depends on the machine."""
+    """An element converted to another type. Integers wrap around. Floats become calls, since rounding depends on the
+    machine.
+    """
     if kind == dtype:
         return element
     if isinstance(element, Formula):
@@ -358,7 +363,7 @@ def _cast(element: Element, kind: DType, dtype: DType) -> Element:
     return None
 
 
-# Integers up to this magnitude are exact in every floating type.
+# Integers of at most this magnitude are exact in every floating type.
 _EXACT = 256
 
 
@@ -395,11 +400,11 @@ def _reduced(op: str, attrs: Attrs, inputs: Sequence[Known], dtype: DType) -> Kn
     return out
 
 
-# The values of calls
+# The values of calls when the sizes are known
 
 
 def evaluate_call(name: str, arguments: Sequence[float]) -> float | None:
-    """The value of a call of this module, computed by NumPy in the call's type; None for other calls."""
+    """The value of a call that this module makes, computed by NumPy in the call's type; None for other calls."""
     if name == "ceil_window":
         size, extent, stride, begin, end = (int(a) for a in arguments)
         count = -((extent - size - begin - end) // stride) + 1
@@ -413,7 +418,7 @@ def evaluate_call(name: str, arguments: Sequence[float]) -> float | None:
     if kind not in _NAMES:
         return None
     dtype = np.dtype(_NAMES[kind])
-    if dtype.kind in "iu":  # a formula does not overflow, but the runtime's numbers do
+    if dtype.kind in "iu":  # a formula does not overflow, but the numbers of a runtime do
         arguments = [a if isinstance(a, float) else _wrapped_number(a, dtype) for a in arguments]
     with np.errstate(all="ignore"):
         if op == "wrap":

@@ -1,4 +1,4 @@
-"""Element types as NumPy types. ml_dtypes has those that NumPy lacks."""
+"""Element types as NumPy types. The package ml_dtypes has the types that NumPy lacks."""
 
 from __future__ import annotations
 

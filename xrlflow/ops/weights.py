@@ -1,8 +1,9 @@
-"""Lazy constants: which of them the written model needs, how large they are, and their evaluation.
+"""Constants that are evaluated only when needed: which of them the written model needs, their sizes, and their
+evaluation.
 
-Floating-point expressions are evaluated in float64 and rounded once to their type; a Cast rounds where it is, integers
-are exact. `plan` decides from types what a model has to store, so that a search knows the size of a result without
-computing it.
+Floating-point expressions are evaluated in float64 and rounded once, to their type. A Cast inside an expression rounds,
+too; integers are exact. `plan` decides from types alone what a model has to store, so that a search knows the size of
+the written file without computing its constants.
 """
 
 from __future__ import annotations
@@ -29,25 +30,26 @@ __all__ = ["ExportPlan", "NotEvaluable", "evaluate", "materialise", "plan", "sto
 
 Array = npt.NDArray[Any]
 
-# A constant expression stays in the model as nodes if its result has more bytes than this, and more than GROWTH times
-# the bytes of the constants that it is made of. A runtime folds the nodes when it loads the model. Examples: Expand,
-# ConstantOfShape, the Cast of a compressed table.
+# A constant expression stays in the model as nodes if its result has more bytes than this, and also more than GROWTH
+# times the bytes of the constants from which it is computed. A runtime then folds the nodes when it loads the model.
+# Examples: Expand, ConstantOfShape, the Cast of a compressed table.
 BLOAT = 1 << 10
 GROWTH = 1.5
-# The same if it has more bytes than this, and more than GROWTH times what need not be stored then. Examples: the
-# transpose of a table that is also used for lookups, a weight that is scaled for one of two readers.
+# An expression also stays as nodes if its result has more bytes than this, and also more than GROWTH times the bytes
+# that then need not be stored. Examples: the transpose of a table that is also used for lookups, a weight that is
+# scaled for one of two readers.
 SHARED = 1 << 14
 
-# The limits for evaluating all constants of a model: seconds, and bytes at a time, for a small model, and more for each
-# byte of weights. Expressions beyond them stay in the model as nodes.
+# The limits for evaluating all constants of a model: seconds, and bytes at a time, both for a small model; and how much
+# more each byte of weights allows. Expressions beyond the limits stay in the model as nodes.
 _SECONDS, _SECONDS_PER_BYTE = 2.0, 1 / (20 << 20)
 _ROOM, _ROOM_PER_BYTE = float(1 << 29), 8.0
 
-# ONNX Runtime 1.31 fuses a Pad into the Conv that reads it, even as its weights, and then refuses the model. So the
-# result of a Pad is always stored.
+# ONNX Runtime 1.31 fuses a Pad into the Conv that reads it, even if the Pad computes the weights, and then refuses the
+# model. So the result of a Pad is always stored.
 _NEVER_RUN = frozenset({"Pad"})
 
-# Operators that only move data: they need no float64, and keep the precision of their input.
+# Operators that only move data. They need no float64, and preserve the precision of their input.
 _MOVES = frozenset(
     ["Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Pad"]
     + [
@@ -62,23 +64,25 @@ _MOVES = frozenset(
         "Unsqueeze",
     ]
 )
-# Operators that round by definition: their readers see the rounded numbers.
+# Operators that round by definition. The nodes that read their results get the rounded numbers.
 _ROUNDS = frozenset(["Cast", "CastLike"])
 
 
-# Operators that work row by row (along the first dimension) on operands of one rank.
+# Operators that work row by row (along the first dimension) on operands of the same rank.
 _BY_ROW = frozenset(
     ["Abs", "Add", "Cast", "Div", "Erf", "Exp", "Identity", "Log", "Max", "Min", "Mul", "Neg", "Pow"]
     + ["Reciprocal", "Sqrt", "Sub", "Where"]
 )
-# Constants with more bytes than this are computed in slabs of rows if possible, because in float64 they and their
-# operands take twice the memory.
+# Constants with more bytes than this are computed in slabs, a few rows at a time, if possible: in float64 they and
+# their operands would take twice the memory.
 _SLAB = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportPlan:
-    """What to write: `nodes` that run, producers first, and the constants that they and the outputs read."""
+    """What to write into a file: `nodes` that run, producers first, and the constants that they and the outputs
+    read.
+    """
 
     nodes: tuple[Node, ...]
     constants: tuple[Value, ...]
@@ -116,13 +120,15 @@ def plan(graph: Graph, unevaluated: AbstractSet[Value] = frozenset()) -> ExportP
 
 
 class _Sizes:
-    """The size of constant expressions in a file, compared with what they are made of."""
+    """Compares the bytes of constant expressions in a file with the bytes of the constants from which they are
+    computed.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        # Large leaves, with the bytes of all expressions made of them that nodes read at run time.
+        # For each large leaf constant, the bytes of all expressions computed from it that nodes read at run time.
         self.shared: dict[Value, int] = {}
-        self.stored: set[Value] = set()  # leaves that nodes read at run time
+        self.stored: set[Value] = set()  # leaf constants that nodes read at run time
         expressions: dict[Value, None] = {}
         for value in (*graph.outputs, *(v for n in graph.nodes() if not n.const for v in n.inputs)):
             node = graph.producers.get(value)
@@ -140,7 +146,9 @@ class _Sizes:
         return self.graph.type(value).nbytes or 0
 
     def bloats(self, value: Value) -> bool:
-        """Whether storing an expression's result takes much more room than storing what it is made of."""
+        """Whether storing an expression's result takes much more bytes than storing the constants from which it is
+        computed.
+        """
         size = self.graph.type(value).nbytes
         if size is None:
             return True
@@ -158,17 +166,17 @@ class _Sizes:
 
 
 class _Efforts:
-    """The total effort of evaluating constant expressions, compared with the limits."""
+    """The total effort (time and memory) of evaluating constant expressions, compared with the limits."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        # An upper bound: no expression is made of more than all weights.
+        # An upper bound: no expression is computed from more than all weights.
         self.weights = sum(const.type.nbytes or 0 for const in graph.leaves.consts.values())
         self.seconds_left = _SECONDS + _SECONDS_PER_BYTE * self.weights
         self.efforts: dict[Value, Effort] = {}
 
     def can_be_afforded(self, value: Value) -> bool:
-        """Whether there is time and memory for an expression. If so, its time is spent."""
+        """Whether the limits allow the evaluation of an expression. If so, its time is subtracted from what is left."""
         order, leaves = _cone(self.graph, value)
         seconds = sum(self._effort(node).seconds for node in order)
         if seconds > self.seconds_left:
@@ -215,7 +223,7 @@ def _effort(
 
 
 def _cone(graph: Graph, value: Value) -> tuple[list[Node], list[Value]]:
-    """The nodes that make a constant, producers first, and the constants that they begin with."""
+    """The nodes that compute a constant, producers first, and the leaf constants with which they begin."""
     order: list[Node] = []
     leaves: dict[Value, None] = {}
     state: set[Value] = set()
@@ -236,15 +244,15 @@ def _cone(graph: Graph, value: Value) -> tuple[list[Node], list[Value]]:
 
 
 def stored_bytes(graph: Graph, export: ExportPlan) -> int:
-    """The bytes of a plan's constants."""
+    """The bytes of all constants of a plan."""
     return sum(graph.type(v).nbytes or 0 for v in export.constants)
 
 
 def materialise(graph: Graph) -> tuple[ExportPlan, dict[Value, Const]]:
     """Evaluate the constant expressions that the graph needs, one at a time.
 
-    Returns the plan and the computed constants; those that are leaves are in `graph.leaves`. Expressions that cannot be
-    evaluated are left to the runtime: they are among the nodes of the plan.
+    Returns the plan and the computed constants. (Leaf constants, which nothing computes, are in `graph.leaves`.)
+    Expressions that cannot be evaluated are left to the runtime: their nodes are among the nodes of the plan.
     """
     unevaluated: set[Value] = set()
     results: dict[Value, Const] = {}
@@ -261,7 +269,7 @@ def materialise(graph: Graph) -> tuple[ExportPlan, dict[Value, Const]]:
                     break
         if failed is None:
             return export, {v: results[v] for v in export.constants if v in computed}
-        # This node, and everything computed from it, runs in the model.
+        # This node, and all nodes that depend on it, run in the model.
         unevaluated.update(_after(graph, failed))
 
 
@@ -324,8 +332,8 @@ def _evaluate_value(graph: Graph, value: Value, computed: AbstractSet[Value]) ->
 class _Slabs:
     """A large constant that is computed a few rows at a time.
 
-    Operands with the rank and number of rows of the result are cut into slabs as well. Other operands, and operators
-    that do not work by rows, are evaluated as a whole, if small.
+    Operands with the rank and the number of rows of the result are cut into slabs, too. Other operands, and operators
+    that do not work row by row, are evaluated as a whole, if they are small.
     """
 
     def __init__(self, graph: Graph, value: Value) -> None:
@@ -417,7 +425,7 @@ def evaluate(
 ) -> tuple[Array, ...]:
     """The outputs of one node, rounded to their types.
 
-    Raises NotEvaluable, also if it takes too much time or memory.
+    Raises NotEvaluable, also if the evaluation would take too much time or memory.
     """
     in_types = [None if a is None else TensorType(dtype_of(a.dtype), a.shape) for a in inputs]
     work = _effort(op, attrs, in_types, types)
@@ -444,14 +452,14 @@ def _evaluate(
     return outputs
 
 
-# What ONNX's reference implementation gets wrong, by operator: an input that it ignores.
+# By operator, an input that ONNX's reference implementation wrongly ignores.
 _IGNORED = {"GRU": 4, "LSTM": 4, "RNN": 4}  # sequence_lens
 
 
 def _by_reference(
     op: str, attrs: Attrs, inputs: Sequence[Array | None], types: Sequence[TensorType]
 ) -> tuple[Array, ...]:
-    """The outputs by ONNX's reference implementation of the operator."""
+    """The outputs of a node, computed by ONNX's reference implementation of its operator."""
     ignored = _IGNORED.get(op)
     if ignored is not None and ignored < len(inputs) and inputs[ignored] is not None:
         raise NotEvaluable(f"{op} with sequence_lens, which ONNX's reference implementation ignores")
@@ -464,7 +472,7 @@ def _by_reference(
         evaluator = ReferenceEvaluator(node, opsets={"": OPSET, domain: OPSET if not domain else 1})
         with np.errstate(all="ignore"):
             results = evaluator.run(None, {n: a for n, a in zip(names, inputs) if a is not None})
-    except Exception as error:  # the reference may raise anything that NumPy raises
+    except Exception as error:  # the reference implementation may raise anything that NumPy raises
         raise NotEvaluable(f"{op}: {error}") from error
     if not all(isinstance(a, np.ndarray | np.generic) for a in results):
         raise NotEvaluable(f"{op} does not give tensors")

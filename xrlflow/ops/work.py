@@ -1,12 +1,12 @@
-"""How much an operator computes and moves. Cost models divide this by the machine's speed.
+"""How much an operator computes and how many bytes it moves. Cost models divide these by the machine's speed.
 
-`work` gives the floating-point operations, bytes and kind of one node from the types around it. `COUNTS` has a small
-function for each operator, `ELEMENTWISE` the operations per element. An operator in neither table counts as one
-operation per element of its first output.
+`work` returns the floating-point operations, bytes and kind of one node, from the types of its inputs and outputs.
+`COUNTS` has a small function for each operator, `ELEMENTWISE` the operations per element. An operator in neither table
+counts as one operation per element of its first output.
 
 Conventions: a multiplication and an addition are two operations. Every input is read once and every output is written
-once, unless the operator touches only a part (Slice, Gather, Split). What ONNX Runtime does without touching data
-(Reshape, Squeeze, ...) is a VIEW: no operations, no bytes, only the call.
+once, unless the operator touches only a part (Slice, Gather, Split). An operator for which ONNX Runtime does not touch
+data (Reshape, Squeeze, ...) is a VIEW: it counts no operations and no bytes, only the call.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from xrlflow.ops.symbolic_values import evaluate_call
 
 Shape = tuple[int, ...]
 
-# The size of a dimension that is neither a number nor bound: 1 if it is named like a batch, or is first and nameless,
-# because people look at latency; 64 for any other (sequence, height, ...). Only the name decides, so that a symbol has
-# the same size everywhere.
+# The size that is assumed for a dimension that is neither a number nor bound. It is 1 if the dimension is named like a
+# batch, or is first and nameless, because users measure the latency of one sample; it is 64 for any other dimension
+# (sequence, height, ...). Only the name decides, so that a symbol has the same size everywhere.
 BATCH_DIM = 1
 OTHER_DIM = 64
 # More elements than any machine holds.
@@ -33,7 +33,7 @@ _BATCH_NAMES = frozenset({"n", "b", "bs"})
 
 
 class OpKind(Enum):
-    """Operators that reach a similar part of the machine's speed."""
+    """Kinds of operators. Operators of one kind reach a similar part of the machine's speed."""
 
     GEMM = "gemm"
     CONV = "conv"
@@ -42,7 +42,7 @@ class OpKind(Enum):
     RECURRENT = "recurrent"  # LSTM, GRU, RNN
     ELEMENTWISE = "elementwise"
     REDUCE = "reduce"  # reductions, normalisations, softmax, pooling
-    MOVE = "move"  # copies runs of neighbours
+    MOVE = "move"  # copies runs of neighbouring elements
     SHUFFLE = "shuffle"  # copies element by element: a Transpose of the innermost dimension
     VIEW = "view"  # touches no data
     OTHER = "other"  # control flow, sorting, unknown operators
@@ -69,9 +69,10 @@ class Gemm:
 class Work:
     """What one call of an operator does.
 
-    `flops`: operations. `bytes`: memory traffic. `footprint`: bytes in use at a time, which decide whether the traffic
-    stays in the cache (less than `bytes` if weights are read at every step). `gemm`: the underlying product, if there
-    is one. `channels`: input channels per group of a convolution, else 0. `bits`: the width of the computed elements.
+    `flops`: number of operations. `bytes`: memory traffic. `footprint`: bytes in use at a time, which decide whether
+    the traffic stays in the cache (fewer than `bytes` if weights are read at every step). `gemm`: the underlying
+    product, if there is one. `channels`: input channels per group of a convolution, else 0. `bits`: the width of the
+    computed elements.
     """
 
     flops: float
@@ -88,9 +89,10 @@ class Work:
 
 
 def dimensions(type: TensorType, bindings: Mapping[str, int]) -> Shape:
-    """The shape in numbers. `bindings` has the sizes of symbols; others get a default (BATCH_DIM, OTHER_DIM).
+    """The shape in numbers. `bindings` has the sizes of symbols; other symbols get a default (BATCH_DIM, OTHER_DIM).
 
-    An unknown rank counts as one dimension of OTHER_DIM. Symbols count as 1 where no machine holds so many elements.
+    An unknown rank counts as one dimension of OTHER_DIM. If the tensor would have more elements than any machine holds,
+    symbols count as 1.
     """
     if type.shape is None:
         return (OTHER_DIM,)
@@ -104,7 +106,7 @@ def dimensions(type: TensorType, bindings: Mapping[str, int]) -> Shape:
 
 
 def number_of(dim: Dim, bindings: Mapping[str, int]) -> int | None:
-    """The size of a dimension, given the sizes of symbols; None if it does not follow from them."""
+    """The size of a dimension, given the sizes of symbols; None if the size does not follow from them."""
     return dims.value(dim, bindings, evaluate_call)
 
 
@@ -121,7 +123,7 @@ def _unbound(symbol: str | None, axis: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """A node with shapes in numbers and bytes of tensors. An absent input has shape () and no bytes."""
+    """A node with its shapes in numbers and its tensors' bytes. An absent input has shape () and no bytes."""
 
     node: Node
     inputs: tuple[Shape, ...]
@@ -155,7 +157,7 @@ class Operands:
 
     @property
     def elements(self) -> int:
-        """Elements of the first output."""
+        """The number of elements of the first output."""
         return prod(self.outputs[0])
 
 
@@ -163,9 +165,9 @@ Count = Callable[[Operands], Work]
 
 
 def work(node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[str, int]) -> Work:
-    """The work of one call. `in_types[i]` is the type of `node.inputs[i]`, None if that is absent.
+    """What one call of a node does. `in_types[i]` is the type of `node.inputs[i]`, None if that is absent.
 
-    Control flow counts its bodies, see `bodies`.
+    For control flow the bodies count, see `bodies`.
     """
     weighted = list(bodies(node, in_types, bindings))
     if weighted:
@@ -181,7 +183,8 @@ def work(node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[st
     return _dense(operands, (per_element or 1) * operands.elements, kind)
 
 
-# The assumed iterations of a Loop whose trip count is unknown: more than one, or nobody would have written it.
+# The number of iterations assumed for a Loop whose trip count is unknown. It is more than one, or there would be no
+# Loop.
 UNKNOWN_STEPS = 8.0
 
 
@@ -191,11 +194,11 @@ def bodies(
     bindings: Mapping[str, int],
     consts: Mapping[Value, Const] = {},
 ) -> Iterator[tuple[Graph, float]]:
-    """The graphs inside a control-flow node, each with how often a call runs it.
+    """The graphs inside a control-flow node, each with how often one call of the node runs it.
 
     All branches of an If count in full, since any of them may run; only one of them if the condition is in `consts`. A
-    Scan runs its body once per element of its scanned inputs. A Loop runs it as often as its trip count says, if that
-    is in `consts`, or once for each result that it collects.
+    Scan runs its body once per element of its scanned inputs. A Loop runs its body as often as its trip count says, if
+    that is in `consts`, or once for each result that it collects.
     """
     graphs = [value.graph for value in node.attrs.values() if isinstance(value, Body)]
     weight = 1.0
@@ -221,7 +224,7 @@ def _steps(node: Node, bindings: Mapping[str, int], consts: Mapping[Value, Const
     const = consts.get(node.inputs[0]) if node.inputs else None
     if const is not None and const.array is not None and const.array.size == 1:
         count = int(const.array.item())
-        return float(max(count, 0)) if count < 1 << 30 else UNKNOWN_STEPS  # the condition ends the loop
+        return float(max(count, 0)) if count < 1 << 30 else UNKNOWN_STEPS  # else the condition ends it
     for type in node.types[max(len(node.explicit_inputs) - 2, 0) :]:
         first = type.shape[0] if type.shape else None
         number = bindings.get(first) if isinstance(first, str) else first
@@ -254,7 +257,7 @@ def _operands(node: Node, in_types: Sequence[TensorType | None], bindings: Mappi
 
 
 def _dense(o: Operands, flops: float, kind: OpKind) -> Work:
-    """Reads every input, writes every output."""
+    """The work of an operator that reads every input and writes every output."""
     return Work(flops, o.read + o.written, kind, bits=o.bits)
 
 
@@ -270,12 +273,12 @@ def _view(o: Operands) -> Work:
 
 
 def _copy(o: Operands) -> Work:
-    """Reads every input, writes the output."""
+    """The work of an operator that reads every input and writes the output."""
     return Work(0.0, o.read + o.written, OpKind.MOVE)
 
 
 def _pick(o: Operands) -> Work:
-    """Reads only as many elements of its first input as it writes."""
+    """The work of an operator that reads only as many elements of its first input as it writes."""
     return Work(0.0, 2 * o.written + o.read - o.input_bytes(0), OpKind.MOVE)
 
 
@@ -292,7 +295,7 @@ def _fill(o: Operands) -> Work:
 
 
 def _scatter(o: Operands) -> Work:
-    """Copies the data, then overwrites a part of it. The updates are the last input."""
+    """The work of an operator that copies the data, then overwrites a part of it. The updates are the last input."""
     return Work(0.0, o.read + o.written + o.in_bytes[-1], OpKind.MOVE)
 
 
@@ -304,7 +307,9 @@ def _matmul(o: Operands) -> Work:
 
 
 def matmul_shape(a: Shape, b: Shape) -> Gemm:
-    """The product of NumPy's matmul. If the right operand is a matrix, all leading dimensions of the left are rows."""
+    """The size of NumPy's matmul. If the right operand is a matrix, all leading dimensions of the left operand are
+    rows.
+    """
     a = a if len(a) > 1 else (1, *(a or (1,)))
     b = b if len(b) > 1 else (*(b or (1,)), 1)
     m, k, n = a[-2], a[-1], b[-1]
@@ -343,10 +348,11 @@ def _einsum(o: Operands) -> Work:
 
 
 def einsum_shape(equation: str, shapes: Sequence[Shape]) -> Gemm | None:
-    """The product in an Einsum of at least two operands (further ones widen it); None for one operand.
+    """The size of the product in an Einsum of at least two operands (further ones make it larger); None for one
+    operand.
 
-    Labels of both operands and the result are batch, labels of one operand and the result rows or columns; all others
-    are summed over.
+    Labels of both operands and the result are batch dimensions. Labels of only one operand and the result are rows or
+    columns. All other labels are summed over.
     """
     if len(shapes) < 2:
         return None
@@ -394,7 +400,7 @@ def _conv_over(o: Operands, weight: Shape) -> Work:
 
 
 def _conv_transpose(o: Operands) -> Work:
-    """A product into a buffer of columns, which is then read and summed into the image."""
+    """The work of a product into a buffer of columns, which is then read and summed into the image."""
     x, weight = o.input(0), o.input(1)
     if len(x) < 3 or len(weight) < 3:
         return _dense(o, o.elements, OpKind.OTHER)
@@ -406,7 +412,7 @@ def _conv_transpose(o: Operands) -> Work:
 
 
 def _attention(o: Operands) -> Work:
-    """softmax(Q K^T) V, in opset 23 and com.microsoft. Q, K, V are [b,h,s,d] or [b,s,h*d]."""
+    """The work of softmax(Q K^T) V, in opset 23 and com.microsoft. Q, K, V are [b,h,s,d] or [b,s,h*d]."""
     query, key, value = o.input(0), o.input(1), o.input(2)
     if len(query) == 4 and len(key) == 4 and len(value) == 4:
         batch, heads, rows, depth = query
@@ -428,12 +434,12 @@ def _attend(o: Operands, count: int, rows: int, columns: int, depth: int, out: i
     flops = scores * (2 * depth + 2 * out + 3 + ELEMENTWISE["Exp"])
     nbytes = (
         o.read + o.written + 4 * scores * o.bits / 8
-    )  # softmax and the second product read and write the scores
+    )  # the softmax and the second product read and write the scores
     return Work(flops, nbytes, OpKind.GEMM, gemm=Gemm(count, rows, columns, depth + out), bits=o.bits)
 
 
 def _packed_attention(o: Operands) -> Work:
-    """com.microsoft::Attention: the projection [b,s,d] x [d,3d], and the attention of its three parts."""
+    """The work of com.microsoft::Attention: the projection [b,s,d] x [d,3d], and the attention of its three parts."""
     x, weight = o.input(0), o.input(1)
     if len(x) != 3 or len(weight) != 2:
         return _dense(o, o.elements, OpKind.OTHER)
@@ -444,7 +450,7 @@ def _packed_attention(o: Operands) -> Work:
 
 
 def _recurrent(o: Operands) -> Work:
-    """X [t,b,i], W and R with gates*h rows (or columns); R is read again at every step."""
+    """The work for X [t,b,i], W and R with gates*h rows (or columns). R is read again at every step."""
     x, weight, recurrence = o.input(0), o.input(1), o.input(2)
     if len(x) != 3 or len(weight) != 3 or len(recurrence) != 3:
         return _dense(o, o.elements, OpKind.OTHER)
@@ -454,7 +460,7 @@ def _recurrent(o: Operands) -> Work:
     step = Gemm(directions, batch, rows, x[2] + recurrence[1] * recurrence[2] // rows)
     pointwise = steps * batch * directions * rows * ELEMENTWISE["Sigmoid"]
     nbytes = o.read + o.written + max(0, steps - 1) * o.input_bytes(2)
-    at_once = max(o.input_bytes(1), o.input_bytes(2))  # one matrix is read after the other
+    at_once = max(o.input_bytes(1), o.input_bytes(2))  # one weight matrix is read after the other
     return Work(steps * step.flops + pointwise, nbytes, OpKind.RECURRENT, at_once, step, bits=o.bits)
 
 
@@ -484,7 +490,9 @@ def _elementwise(flops: float) -> Count:
 
 
 def _power(o: Operands) -> Work:
-    """Squares, cubes, roots and any other constant exponent are fast; others are computed one element at a time."""
+    """The work of a power. With a constant exponent (squares, cubes, roots, others) it is fast; otherwise the runtime
+    computes one element at a time.
+    """
     return _dense(o, (8.0 if prod(o.input(1)) == 1 else 270.0) * o.elements, OpKind.ELEMENTWISE)
 
 
@@ -496,13 +504,13 @@ T = TypeVar("T")
 
 
 def _table(*rows: tuple[str, T]) -> dict[str, T]:
-    """A table from rows of operators, separated by blanks, with their common entry."""
+    """A table of operators. Each row has several operators, separated by blanks, and their common entry."""
     return {op: value for ops, value in rows for op in ops.split()}
 
 
 # Operations per element of the output, in units of a vector unit. Transcendental functions count the operations of
-# their polynomials. Those that ONNX Runtime computes one element at a time, by calling the C library, count what was
-# measured in comparison with Tanh.
+# their polynomials. For functions that ONNX Runtime computes one element at a time, by calling the C library, the count
+# comes from their measured time compared with Tanh's.
 ELEMENTWISE: dict[str, float] = _table(
     ("Add And BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Equal", 1.0),
     ("Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Mul Neg Not Or Relu Sub Where Xor Abs", 1.0),
