@@ -1,8 +1,9 @@
-"""Deadlines of long computations, which ask for the remaining time and then end or leave something out.
+"""Deadlines of long computations. A computation asks for the remaining time, and ends or leaves something out if it is
+short.
 
 A deadline is a moment of time.monotonic. It holds for everything that is called inside a `within` block, so that
-functions in between need not pass it on. Foreign code is bounded otherwise: ONNX Runtime is asked to end, TVM runs in a
-process that is killed (`backends.children.Child`).
+functions in between need not pass the deadline on. Foreign code does not know it: ONNX Runtime is asked to end, and TVM
+runs in a process that is killed (`backends.children.Child`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class DeadlineExceeded(Exception):
 
 @contextmanager
 def within(moment: float) -> Iterator[None]:
-    """Set the deadline of the block to this moment, unless a block around it has an earlier one."""
+    """Set the deadline of the block to this moment, unless a block around it has an earlier deadline."""
     token = _UNTIL.set(min(moment, _UNTIL.get()))
     try:
         yield

@@ -34,10 +34,10 @@ class Probe:
     """One operator to be timed, in float32."""
 
     op: str
-    inputs: tuple[tuple[int, ...], ...]  # shapes
-    output: tuple[int, ...]  # the shape
+    inputs: tuple[tuple[int, ...], ...]  # their shapes
+    output: tuple[int, ...]  # its shape
     attrs: tuple[tuple[str, Attr], ...] = ()
-    weights: int = 0  # the last inputs that are constant
+    weights: int = 0  # how many of the last inputs are constant
     kernel_only: bool = False  # time the kernel without the call of the session
 
     @property
@@ -101,9 +101,9 @@ class _Meter:
         """Seconds that one call of the runtime takes."""
 
     def fastest(self, once: Callable[[], Sample]) -> float:
-        """Seconds of a sample, which is repeated while the machine is busy (see `in_quiet`).
+        """Seconds of one sample that `once` measures; it is repeated while the machine is busy (see `in_quiet`).
 
-        After one noisy figure the calibration is not stored, so that further samples are not repeated.
+        After one noisy figure the calibration will not be stored, so later samples are not repeated.
         """
         if self.noisy:
             return once().low
@@ -131,14 +131,14 @@ class _Meter:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """How close kernels come to the machine's peak and to the bandwidth of its cache."""
+    """How close kernels come to the machine's peak rate and to the bandwidth of its cache."""
 
     meter: _Meter
     peak: float  # operations per second
     cached: float  # bytes per second
 
     def compute(self, probe: Probe) -> float:
-        """The part of the peak that the probe reaches."""
+        """The part of the peak rate that the probe reaches."""
         return _clamp(probe.work.flops / self.meter.alone(probe) / self.peak, 0.005, 1.0)
 
     def bandwidth(self, probe: Probe) -> float:
@@ -162,20 +162,20 @@ class _Rates:
         }
 
     def grouped(self) -> tuple[tuple[int, float], ...]:
-        """The part of the peak by the number of channels in a group."""
+        """The part of the peak rate that grouped convolutions reach, by the number of channels in a group."""
         measured = [(channels, self.compute(probe)) for channels, probe in _GROUPED.items()]
         return ((1, measured[0][1] / 2), *measured)
 
     def fork(self) -> float:
-        """Seconds to distribute work to several threads: what a small operator takes beyond its work."""
+        """Seconds to distribute work to several threads: the time of a small operator minus the time for its work."""
         small = self.meter.alone(_SMALL_TANH)
         return _clamp(small - _SMALL_TANH.work.flops / (self.peak * self.compute(_TANH)), 0.2e-6, 20e-6)
 
 
 def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
-    """The figures of this machine with this number of threads, and whether they were measured in quiet.
+    """The figures of this machine with this number of threads, and whether no other program disturbed the measurements.
 
-    If not, the parts of the peak are those of the reference machine. `time_limit`: seconds for each operator.
+    If one did, the parts of the peak rate are those of the reference machine. `time_limit`: seconds for each operator.
     """
     meter = _Meter(threads, time_limit)
     chain = meter.fastest(lambda: _chain(threads))
@@ -210,10 +210,10 @@ def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
 def calibrated(
     threads: int, directory: Path | None = None, measure: Callable[[int], tuple[Machine, bool]] = calibrate
 ) -> Machine:
-    """The figures of this machine with this number of threads: from the cache, or measured now and then cached.
+    """The figures of this machine with this number of threads: from the cache file, or measured now and then cached.
 
-    `directory`: of the cache file, by default the user's cache directory. Warns if the file is damaged, and then
-    replaces it; if it cannot be written; and if the figures are not cached because the machine was busy.
+    `directory`: the folder of the cache file, by default the user's cache directory. Warns if the file is damaged (and
+    replaces it), if it cannot be written, and if the figures are not cached because the machine was busy.
     """
     path = (directory or cache_directory()) / machine_file(cpu_name(), runtime(), threads)
     if path.exists():

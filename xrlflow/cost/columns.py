@@ -1,6 +1,7 @@
 """Nodes and tensors as rows of numbers, for networks that learn from graphs.
 
-Sizes and counts are logarithms, about 0 to 1. Constant nodes are evaluated before the model runs, so they have no work.
+Dimensions and counts are given as logarithms, scaled to about 0 to 1. Constant nodes are evaluated before the model
+runs, so their columns of work are 0.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def log_scale(number: float, top: float) -> float:
 
 
 def node_columns(node: Node, in_types: InTypes, bindings: Mapping[str, int], seconds: float) -> NodeColumns:
-    """The columns of a node whose price is `seconds`."""
+    """The columns of a node that takes `seconds` when it runs alone."""
     node_work = work(node, in_types, bindings)
     flops, traffic = (0.0, 0.0) if node.const else (float(node_work.flops), float(node_work.bytes))
     gemm = node_work.gemm
@@ -75,7 +76,8 @@ def input_columns(type: TensorType, bindings: Mapping[str, int]) -> NodeColumns:
 
 
 def type_columns(type: TensorType, bindings: Mapping[str, int]) -> list[float]:
-    """Columns of a tensor type: trailing dimensions, size, rank, bits, float, integer, bool, constant, not static."""
+    """Columns of a tensor type: trailing dimensions, number of elements, rank, bits of an element, and flags: float,
+    integer, bool, constant, not static."""
     shape = dimensions(type, bindings)
     sizes = [log_scale(d, 65536) for d in shape[-_DIMS:]]
     return [

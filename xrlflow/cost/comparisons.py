@@ -1,7 +1,7 @@
 """Measured comparisons of models as training data: features of graphs, with the log-ratios of their latencies.
 
-A record has no names, weights or inputs of a model: only its operators' kinds, sizes, prices and edges, as the network
-of `xrlflow.cost.latency_network` sees them.
+A record has no names, weights or inputs of a model: only the kinds, dimensions and costs of its operators, and its
+edges, as the network of `xrlflow.cost.latency_network` reads them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from xrlflow.storage import files
 
 Array = npt.NDArray[Any]
 
-# What NumPy, zipfile and ast raise for bytes that are no .npz file, or one with other contents.
+# The errors that NumPy, zipfile and ast raise for bytes that are no .npz file, or an .npz file with other contents.
 _UNREADABLE = (
     OSError, EOFError, ValueError, KeyError, SyntaxError, TypeError, AttributeError, RuntimeError, MemoryError,
     OverflowError, IndexError, zipfile.BadZipFile, zlib.error, tokenize.TokenError,
 )  # fmt: skip
 
-# Of the columns' meaning: data of another version cannot be read.
+# The version of the columns' meaning: data of another version cannot be read.
 VERSION = 2
 
 
@@ -68,11 +68,11 @@ class Comparisons:
         return len(self.arrays["logs"]) + 1
 
     def prices(self) -> npt.NDArray[np.float64]:
-        """The sum of each graph's prices [G]."""
+        """For each graph the sum of the seconds of its nodes when each runs alone [G]."""
         return self.sums(self.arrays["seconds"])
 
     def sums(self, by_content: Array) -> npt.NDArray[np.float64]:
-        """For each graph the sum over its nodes of a figure of the node alone [C] -> [G]."""
+        """For each graph the sum over its nodes of the figure `by_content` of its content: [C] -> [G]."""
         rows = np.arange(len(self.ops))
         for radius in range(1, self.radius + 1):
             rows = rows[self.arrays[f"inner.{radius}"]]
@@ -87,8 +87,8 @@ class Comparisons:
         errors: Sequence[float],
         about: Mapping[str, Any],
     ) -> Comparisons:
-        """Comparisons of graphs that `neighbourhoods` has numbered; `counts` (see `View.counts`): the first graph's
-        first."""
+        """Comparisons of graphs that `neighbourhoods` has numbered. `counts`: `View.counts` of each graph, the first
+        graph's first."""
         table = neighbourhoods.table
         arrays: dict[str, Array] = {
             "contents": np.array(table.contents, np.float32).reshape(-1, CONTENT_COLUMNS),
@@ -124,7 +124,7 @@ class Comparisons:
         )  # fmt: skip
 
     def counts(self, radius: int) -> npt.NDArray[np.float64]:
-        """How many nodes of each graph have each number of a level [G, K]."""
+        """For each graph, how many of its nodes have each of the K neighbourhoods of this radius [G, K]."""
         arrays = self.arrays
         numbers = arrays["number"]
         for level in range(self.radius, radius, -1):
@@ -150,7 +150,8 @@ class Comparisons:
 
     @staticmethod
     def from_bytes(data: bytes, where: str = "comparisons") -> Comparisons:
-        """Read what `to_bytes` wrote. Raises ComparisonsError if it is anything else."""
+        """Read comparisons from bytes that `to_bytes` wrote. Raises ComparisonsError for other bytes; `where` names
+        them."""
         try:
             with _opened(data) as loaded:
                 arrays = {name: loaded[name] for name in loaded.files}

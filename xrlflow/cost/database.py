@@ -56,12 +56,13 @@ class Database:
     """
 
     def __init__(self, where: Where = None) -> None:
-        """`where`: the file or server (see `stores.opened`); the file of the user's is `measurements.sqlite`."""
+        """`where`: the file or server (see `stores.open_storage`); by default `measurements.sqlite` in the user's cache
+        directory."""
         self._storage = open_storage(where, cache_directory() / "measurements.sqlite", _LAYOUT, _PATIENCE)
         self.path = self._storage.path
 
     def check(self) -> None:
-        """Open it now. Raises StoreError if it is on a server that cannot be used."""
+        """Open the database now. Raises StoreError if it is on a server that cannot be used."""
         self._storage.check()
 
     def get(self, subject: Subject) -> Sample | None:

@@ -1,9 +1,9 @@
 """Fits the network of the learned cost model to one machine, from a few comparisons, without torch.
 
-Only the last layer of each member changes, by Bayesian linear regression: the trained network is the prior, and a
-comparison weighs the more, the smaller its error. So few comparisons change little. Errors follow Student's t
-distribution, as in training, so that outliers weigh little (iteratively reweighted least squares; Lange, Little, Taylor
-1989).
+Only the last layer of each member of the ensemble changes, by Bayesian linear regression: the trained network is the
+prior, and a comparison has the more weight, the smaller its error. So few comparisons change the network little. Errors
+follow Student's t distribution, as in training, so that outliers weigh little (iteratively reweighted least squares;
+Lange, Little, Taylor 1989).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from xrlflow.cost.latency_network import Evaluator, NetworkParameters
 
 Doubles = npt.NDArray[np.float64]
 
-# The prior's standard deviation of the last layer's weights around the trained ones.
+# The prior's standard deviation of the last layer's weights around the trained weights.
 _PRIOR = 0.3
-# Degrees of freedom of the errors, as in training; and the rounds of weighting.
+# Degrees of freedom of the errors' t distribution, as in training; and the rounds of reweighting.
 _DEGREES_OF_FREEDOM, _ROUNDS = 4.0, 4
 # Fewer comparisons than this say little about a machine.
 MIN_COMPARISONS = 4
@@ -32,10 +32,10 @@ MIN_COMPARISONS = 4
 def fine_tuned(
     parameters: NetworkParameters, comparisons: Sequence[Comparisons], deadline: float = math.inf
 ) -> NetworkParameters:
-    """The network after it has learned from comparisons of this machine; itself if they are fewer than MIN_COMPARISONS.
+    """The network after it was fitted to comparisons of this machine; unchanged if they are fewer than MIN_COMPARISONS.
 
-    Comparisons whose radius is smaller than the network's are left out, and the last ones if there is no time for them
-    before `deadline` (time.monotonic).
+    Comparisons whose radius is smaller than the network's are left out, and so are the last comparisons if there is no
+    time for them before `deadline` (time.monotonic).
     """
     comparisons = [c for c in comparisons if c.radius >= parameters.config.radius]
     if sum(c.graphs - 1 for c in comparisons) < MIN_COMPARISONS:
@@ -63,7 +63,7 @@ def fine_tuned(
             "head.weight": (parameters.arrays["head.weight"] + shift[:, :width]).astype(np.float32),
             "head.bias": (parameters.arrays["head.bias"] + shift[:, width]).astype(np.float32),
         }
-    if not all(np.isfinite(array).all() for array in head.values()):  # the comparisons were absurd
+    if not all(np.isfinite(array).all() for array in head.values()):  # the comparisons had absurd figures
         return parameters
     return replace(parameters, arrays={**parameters.arrays, **head})
 

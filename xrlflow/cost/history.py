@@ -41,7 +41,8 @@ class History:
     """Comparisons of one `device`, `runtime` and number of `threads`, in a SQLite file or on a server."""
 
     def __init__(self, device: str, runtime: str, threads: int, where: Where = None) -> None:
-        """`where`: the file or server (see `stores.opened`); the file of the user's is `comparisons.sqlite`."""
+        """`where`: the file or server (see `stores.open_storage`); by default `comparisons.sqlite` in the user's cache
+        directory."""
         self._key = (device, runtime, threads)
         self._storage = open_storage(where, cache_directory() / "comparisons.sqlite", _LAYOUT, _PATIENCE)
         self.path = self._storage.path
@@ -57,7 +58,8 @@ class History:
             return False
         comparison = Comparisons.of(neighbourhoods, counts, [log], [error], {"name": ""})
         now = time.time()
-        # A write may be repeated, if a server is lost before it answers: the row is inserted once.
+        # If the connection is lost before the server replies, the write is repeated: the row must be inserted only
+        # once.
         self._storage.write(
             f"{_PUT} (device, runtime, threads, taken, graphs) SELECT ?, ?, ?, ?, ? WHERE NOT EXISTS"
             f" (SELECT 1 FROM comparison WHERE {_SAME_KEY} AND taken = ?)",
@@ -71,8 +73,8 @@ class History:
         return True
 
     def latest(self, count: int) -> list[Comparisons]:
-        """The latest comparisons of this device, runtime and threads. Those of another version, and damaged ones, are
-        left out."""
+        """Up to `count` latest comparisons of this device, runtime and number of threads. Damaged comparisons, and
+        those of another version of the format, are left out."""
         rows = self._storage.read(
             f"SELECT graphs FROM comparison WHERE {_SAME_KEY} ORDER BY taken DESC LIMIT ?",
             (*self._key, count),

@@ -1,7 +1,8 @@
 """The gain of a substitution in context: the changed nodes and their neighbours, before and after, as two small models.
 
-A runtime fuses an operator with its neighbours, so measuring it alone is misleading. In a large model the effect of one
-substitution is smaller than the noise. A few nodes around the substitution avoid both problems.
+A runtime fuses an operator with its neighbours, so measuring the operator alone is misleading. In a large model the
+effect of one substitution is smaller than the noise. A model of a few nodes around the substitution avoids both
+problems.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from xrlflow.ops.work import OpKind, dimensions, work
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.rewrite.state import build_edit
 
-# How far the context reaches, in producers of producers and readers of readers. ONNX Runtime fuses chains of about that
-# length: a product, its bias and an activation; a sum and a normalisation.
+# How many edges the context reaches from the changed nodes, towards producers and towards readers. ONNX Runtime fuses
+# chains of about that length: a product, its bias and an activation; a sum and a normalisation.
 _HOPS = 2
 # The runtime fuses nothing across these, so the context ends with them.
 _HEAVY = frozenset({OpKind.GEMM, OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CONV, OpKind.RECURRENT})
@@ -36,7 +37,7 @@ _MOST_NODES = 64
 _MOST_BYTES = 64 << 20
 _MOST_MATCHES = 64
 _MOST_KINDS = 8
-# Seconds to load both models in addition to measuring them; and how many times longer a second measurement is.
+# Seconds to load both models, besides measuring them; and the factor by which a second measurement takes longer.
 _LOADING = 0.2
 _LONGER = 3
 
@@ -56,7 +57,7 @@ class _EqualEdits:
     """Substitutions of one rule that change the same operators on the same types."""
 
     kind: _Kind
-    graph: Graph  # of the first of them
+    graph: Graph  # the graph to which the first of them applies
     edit: Edit  # the first of them
     count: int
 
@@ -87,7 +88,7 @@ class InContextBenchmark:
         opset: int = OPSET,
     ) -> None:
         """`bindings`: a number for each symbolic dimension. `seconds`: time to measure each pair of models. `opset`:
-        that of these models, unless they need a newer one."""
+        the opset of these models, unless they need a newer one."""
         self._threads, self._bindings = threads, dict(bindings or {})
         self._seconds, self._options = seconds, session_options
         self._opset = opset
@@ -100,8 +101,8 @@ class InContextBenchmark:
         """Seconds saved if each of these rules is applied wherever its modelled delta is at most `at_most` seconds.
 
         Equal substitutions are measured once, and count once for each match. A rule whose effect is within the noise
-        saves 0. Rules that were not reached by `until` (time.monotonic), or cannot be measured this way, are left out;
-        `refused` says what the runtime could not run.
+        saves 0. Rules that were not measured before `until` (time.monotonic), or cannot be measured in context, are
+        left out; `refused` says which models the runtime could not run.
         """
         matches: dict[str, list[Match]] = {rule: [] for rule in rules}
         for match in sorted(state.candidates, key=lambda m: m.key):
@@ -118,7 +119,8 @@ class InContextBenchmark:
         return self._weigh(groups, until)
 
     def retrace(self, steps: Iterable[tuple[RewriteState, Match]], until: float) -> dict[str, float]:
-        """`survey` for substitutions that were applied one after the other, each with the state before it."""
+        """As `survey`, for substitutions that were applied one after the other; `steps` has each with the state before
+        it."""
         by_rule: dict[str, list[tuple[Graph, Edit]]] = {}
         for state, match in steps:
             by_rule.setdefault(match.rule.name, []).append((state.graph, build_edit(state.graph, match)))
@@ -150,7 +152,8 @@ class InContextBenchmark:
         return savings
 
     def gain(self, graph: Graph, edit: Edit) -> Gain | None:
-        """The gain of an edit. None if its excerpt cannot be a model of its own, or if the runtime refuses it."""
+        """The gain of an edit. None if the nodes around it cannot be a model of their own, or if the runtime refuses
+        this model."""
         kind = _kind(edit)
         if kind not in self._gains:
             self._gains[kind] = self._try(graph, edit, self._seconds)

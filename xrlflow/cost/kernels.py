@@ -1,4 +1,4 @@
-"""Prices of generated kernels: operators that are compiled together and measured one by one."""
+"""Costs of single operators in generated kernels. The kernels are compiled together and measured one by one."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ class _Request:
 class KernelPrices:
     """Seconds of generated kernels of single operators.
 
-    `learn` measures the operators of a graph. An operator that was not measured costs what the runtime takes for it,
-    times the median ratio of kernels to the runtime for operators of its kind.
+    `learn` measures the operators of a graph. The cost of an operator that was not measured is its time in ONNX
+    Runtime, times the median ratio of kernel time to ONNX Runtime's time over operators of its kind.
     """
 
     runtime: AdditiveCost
     measure: TimeOperators
     threads: int
-    code: str  # the version of the code generator, a key of the database
+    code: str  # the version of the code generator, which is part of the database's keys
     database: Database
     seconds_each: float = 0.15  # to compile and measure one operator
-    measured: int = 0  # operators, by this object
-    remembered: int = 0  # operators, from the database
+    measured: int = 0  # number of operators that this object measured
+    remembered: int = 0  # number of operators whose time came from the database
     spent: float = 0.0  # seconds of compiling and measuring
     _prices: dict[tuple[object, ...], float | None] = field(default_factory=dict)
     _ratios: dict[OpKind, list[float]] = field(default_factory=dict)
     _medians: dict[OpKind, float] = field(default_factory=dict)
 
     def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float | None:
-        """The price of one call of a node's kernel; None if it has none."""
+        """Seconds of one call of a node's generated kernel; None if the node cannot have one."""
         kind = work(node, in_types, self.runtime.bindings).kind
         key = price_key(graph, node, in_types)
         if key in self._prices:
@@ -71,9 +71,9 @@ class KernelPrices:
         return self._medians.get(kind, 1.0) * self.runtime.seconds(graph, node, in_types)
 
     def learn(self, graph: Graph, until: float) -> int:
-        """Look up or measure the operators of a graph, as many as there is time for before `until` (time.monotonic).
+        """Look up or measure as many operators of a graph as there is time for before `until` (time.monotonic).
 
-        Returns how many were new. Raises BackendError if a kernel that was compiled does not run.
+        Returns how many operators were measured. Raises BackendError if a compiled kernel does not run.
         """
         channels_last = _has_convolution(graph)
         requests, remembered = self._unknown(graph, "channels last" if channels_last else "")
@@ -110,7 +110,8 @@ class KernelPrices:
         return text + (f"; {none} can be no kernel" if none else "")
 
     def _unknown(self, graph: Graph, layout: str) -> tuple[list[_Request], int]:
-        """The operators of a graph that have to be measured, the frequent first, and the number in the database."""
+        """The operators of a graph that have to be measured, the most frequent first, and the number of those in the
+        database."""
         count: Counter[tuple[object, ...]] = Counter()
         requests: dict[tuple[object, ...], _Request] = {}
         remembered = 0
@@ -152,7 +153,7 @@ class KernelPrices:
         )
 
     def _compare(self, graph: Graph) -> None:
-        """Learn by kind of operator how kernels compare with the runtime."""
+        """For each kind of operator, compute the ratio of the kernels' times to those of the runtime."""
         for node, in_types in _operators(graph):
             own = self._prices.get(price_key(graph, node, in_types))
             runtime = self.runtime.seconds(graph, node, in_types)
@@ -163,7 +164,7 @@ class KernelPrices:
 
 
 def _operators(graph: Graph) -> list[tuple[Node, InTypes]]:
-    """The nodes that run, with the types of their inputs."""
+    """The nodes of a graph that are not constant, with the types of their inputs."""
 
     def type_of(value: Value) -> TensorType | None:
         return graph.type(value) if value != ABSENT else None

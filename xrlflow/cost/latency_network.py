@@ -1,12 +1,13 @@
 """A graph network that predicts how long a model runs, as a sum over its nodes, each in its neighbourhood.
 
-A runtime fuses operators, keeps tensors in layouts of its own and in caches, so a node's cost depends on the nodes
-around it. The network corrects each node's price: seconds = price * exp(a) + moving * exp(b), where `moving` is the
-time to read and write its tensors, and a and b are the network's outputs. Before training, the seconds are about the
-prices. The seconds of a graph are the sum over its nodes, so an edit changes a few terms.
+A runtime fuses operators and keeps tensors in caches and in layouts of its own, so a node's cost depends on the nodes
+around it. The network corrects the time that each node takes alone: seconds = alone * exp(a) + moving * exp(b), where
+`moving` is the time to read and write the node's tensors, and a and b are the network's outputs. Before training, the
+seconds are about those of the nodes alone. The seconds of a graph are the sum over its nodes, so an edit changes a few
+terms.
 
-The layers are those of the agent's encoder (`xrlflow.rl.encoder`) as far as they are local: messages along edges,
-summed in logarithms, and residual. An ensemble (Lakshminarayanan et al., 2017) gives the uncertainty. This module needs
+The layers are the local ones of the agent's encoder (`xrlflow.rl.encoder`): residual layers that pass messages along
+edges and sum them in logarithms. An ensemble (Lakshminarayanan et al., 2017) gives the uncertainty. This module needs
 NumPy alone; `xrlflow.rl.latency_training` trains with torch.
 """
 
@@ -27,7 +28,7 @@ Number = TypeVar("Number", bound=np.floating[Any])
 
 # Bytes per second of reading and writing tensors, before training scales it.
 BYTES_PER_SECOND = 50e9
-# The network's outputs before training: unchanged prices, and almost no time for moving.
+# The network's outputs before training: unchanged seconds of the node alone, and almost no time for moving tensors.
 FIRST = (0.0, -4.0)
 _MOST_SIZE = 4096
 # Corrections stay within these factors (logarithms).
@@ -36,7 +37,7 @@ MIN_LOG, MAX_LOG = -6.0, 3.0
 
 @dataclass(frozen=True, slots=True)
 class NetworkConfig:
-    """The size of a network. Raises ValueError for a size that is no number from 1 (0 for `radius`) to 4096."""
+    """The dimensions of a network. Raises ValueError for a field that is no integer from 1 (0 for `radius`) to 4096."""
 
     width: int = 32
     radius: int = 2
@@ -50,11 +51,12 @@ class NetworkConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NetworkParameters:
-    """A network's size, operators and arrays.
+    """A network's dimensions, operators and arrays.
 
     The first axis of each array is the ensemble's members. `noise` [members, 2]: the variance of a log-ratio that the
-    network cannot explain is noise[0]^2 + (noise[1] * changed)^2, where `changed` is the part of the seconds that
-    changed. `scale` [members]: the factor by which 90% intervals were widened to hold 90%.
+    network cannot explain is noise[0]^2 + (noise[1] * changed)^2, where `changed` is the part of the graph's seconds
+    that the edits change. `scale` [members]: the factor by which 90% intervals are widened so that they contain 90% of
+    the measurements.
     """
 
     config: NetworkConfig
@@ -122,7 +124,7 @@ class Evaluator:
             _GrowingArray(members, width, np.float32) for _ in range(parameters.config.radius + 1)
         ]
         self._parts = _GrowingArray(members, 2, np.float64)
-        # Of the table: rows of edges, and the seconds of computing and of moving of each node alone.
+        # Copies of the table's rows: edges, and for each node alone the seconds of computing and of moving its tensors.
         self._edges = _GrowingArray(1, EDGE_COLUMNS, np.float32)
         self._alone = _GrowingArray(1, 2, np.float64)
 
@@ -138,7 +140,7 @@ class Evaluator:
         return self._vectors[-1].rows[:, numbers], self._parts.rows[:, numbers]
 
     def _extend(self) -> None:
-        """Compute what is not yet computed, level by level."""
+        """Compute the vectors of all numbers that the table got since the last call, level by level."""
         arrays, table = self.parameters.arrays, self.table
         start = self._vectors[0].size
         ops = [self._numbers.get(op, 0) for op in table.ops[start:]]
@@ -158,7 +160,7 @@ class Evaluator:
         self._parts.append(factors * self._alone.rows[:, self._rows(start)])
 
     def _level(self, radius: int) -> Floats:
-        """The vectors of the new numbers of a level."""
+        """Compute the vectors of the new numbers of a level."""
         arrays, level = self.parameters.arrays, self.table.levels[radius]
         start, name = self._vectors[radius].size, f"level.{radius}"
         below = self._vectors[radius - 1].rows
@@ -175,7 +177,7 @@ class Evaluator:
         return vectors
 
     def _rows(self, first: int) -> list[int]:
-        """The nodes alone of the highest level's numbers from `first` on."""
+        """For the highest level's numbers from `first` on: the number of the node alone (its row on level 0)."""
         levels = self.table.levels[: self.parameters.config.radius + 1]
         rows = levels[-1].inner[first:]
         for level in reversed(levels[:-1]):

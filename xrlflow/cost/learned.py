@@ -1,6 +1,6 @@
-"""The learned cost model: operators' prices, corrected by a network for the nodes around each operator.
+"""The learned cost model: measured seconds of operators, corrected by a network for the nodes around each operator.
 
-It predicts how many times faster a graph runs than the graph where the search begins, with an uncertainty. See
+It predicts how many times faster a graph runs than the graph at which the search begins, with an uncertainty. See
 `xrlflow.cost.latency_network`.
 """
 
@@ -27,7 +27,7 @@ KIND = "latency network"
 HALF_OF_90 = 1.645
 # Views of graphs that are cached: those of a search's latest states.
 _MAX_VIEWS = 64
-# Seconds of a graph where nothing runs, so that ratios are finite.
+# Seconds of a graph without operators that run, so that ratios are finite.
 _INSTANT = 1e-9
 
 
@@ -49,8 +49,8 @@ class Learned(AdditiveCost):
     """The sum of the nodes' seconds, each predicted by the network from the node's neighbourhood.
 
     `prices`: the seconds of operators that run alone, which the network corrects. The prediction is the mean of an
-    ensemble. An edit changes the seconds of nodes around it; its price takes about a millisecond. After the moment
-    `until` (time.monotonic), `delta` raises NoTimeLeft.
+    ensemble. An edit changes the seconds of the nodes around it; computing its `delta` takes about a millisecond. After
+    the moment `until` (time.monotonic), `delta` raises NoTimeLeft.
     """
 
     def __init__(self, prices: AdditiveCost, parameters: NetworkParameters) -> None:
@@ -71,7 +71,7 @@ class Learned(AdditiveCost):
         return self.prices.price(graph, node, in_types)
 
     def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
-        """The price of the node alone."""
+        """Seconds of the node when it runs alone."""
         return self.prices.seconds(graph, node, in_types)
 
     def breakdown(self, graph: Graph) -> dict[Value, float]:

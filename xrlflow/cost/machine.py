@@ -14,7 +14,7 @@ from xrlflow.ops.work import OpKind
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The parts of the machine's peak and of its bandwidth that kernels of one kind reach."""
+    """The parts of the machine's peak rate and of its bandwidth that kernels of one kind reach."""
 
     compute: float
     bandwidth: float
@@ -22,14 +22,14 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A CPU with a runtime. Rates are those of all `threads` together."""
+    """A CPU with a runtime. Rates are sums over all `threads`."""
 
     name: str
     threads: int
     peak: float  # operations per second of a large float32 matrix product
     cache_bandwidth: float  # bytes per second of elementwise kernels on tensors that fit into the cache
     memory_bandwidth: float  # the same on larger tensors
-    cache: float  # bytes
+    cache: float  # bytes of the largest cache
     overhead: float  # seconds that the runtime takes to call a kernel
     fork: float  # further seconds to use all threads
     speeds: Mapping[OpKind, Speed]
@@ -87,15 +87,15 @@ def cpu_name() -> str:
 
 
 def vector_lanes() -> int:
-    """Channels of the blocks in which ONNX Runtime convolves (MLAS): 16, but 8 on x86 if /proc/cpuinfo does not list
-    AVX-512."""
+    """The number of channels in a block of ONNX Runtime's convolutions (MLAS): 16, but 8 on x86 if /proc/cpuinfo does
+    not list AVX-512."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return 16
     return 16 if "avx512f" in _processor().get("flags", "").split() else 8
 
 
 def _processor() -> dict[str, str]:
-    """The fields of the first processor in /proc/cpuinfo; none where there is no such file."""
+    """The fields of the first processor in /proc/cpuinfo; empty if there is no such file."""
     info = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}
     if info.exists():

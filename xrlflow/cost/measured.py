@@ -16,8 +16,8 @@ from xrlflow.ir import Edit, Graph, apply_edit
 class Measured:
     """The median latency of the exported graph in ONNX Runtime. Each graph is measured once.
 
-    Differences below the noise of a measurement (about 2%) mean nothing. For decisions, measure both models interleaved
-    (`xrlflow.backends`).
+    Differences below the noise of a measurement (about 2%) mean nothing. Decisions need measurements that run both
+    models alternately (`xrlflow.backends`).
     """
 
     provenance: Provenance = "measured"
@@ -31,7 +31,7 @@ class Measured:
         time_limit: float = 1.0,
         session_options: Options | None = None,
     ) -> None:
-        """`export` writes a graph as a model with the inputs that `feeds` names.
+        """`export` writes a graph as a model; `feeds` has an array for each of its inputs.
 
         `time_limit`: seconds for each graph.
         """
@@ -57,5 +57,5 @@ class Measured:
         return seconds
 
     def delta(self, graph: Graph, edit: Edit) -> float:
-        """Seconds of the successor minus those of the graph. Measures either if it was not measured yet."""
+        """Seconds of the successor minus those of the graph. Measures each of the two that was not measured yet."""
         return self.cost(apply_edit(graph, edit)[0]) - self.cost(graph)

@@ -36,11 +36,11 @@ Array = npt.NDArray[Any]
 _INDEXED = frozenset(
     ["Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND", "TensorScatter"]
 )
-# Operators that fail where an integer of this input is 0.
+# Operators that fail if the input of this number has an integer that is 0.
 _POSITIVE = {"Div": 1, "Mod": 1, "OneHot": 1, "Range": 2}
 # The most dimensions of NumPy's arrays, and bytes of memory that every machine has.
 _MOST_DIMENSIONS, _LARGE = 64, 1 << 30
-# Only one session runs here, so its threads may spin between runs, as they do within a model.
+# Only one session runs during a measurement, so its threads may spin between runs, as they do within a model.
 _SPIN = {"session.force_spinning_stop": "0"}
 
 
@@ -72,9 +72,9 @@ def sample_inputs(
 ) -> tuple[dict[Value, Array], dict[Value, Array]]:
     """The arrays that a node reads, by value: (inputs to feed, constants to build into the model).
 
-    `constants`: those whose values matter (shapes, axes, scalars). All other arrays are random: floats around 0,
-    integers that are valid indices, and no divisor, depth or step that is 0. Raises NotStandalone for element types
-    that NumPy lacks, and for arrays that do not fit into half of the free memory.
+    `constants`: the constants whose values matter to the time (shapes, axes, scalars). All other arrays are random:
+    floats around 0, integers that are valid indices, and no divisor, depth or step that is 0. Raises NotStandalone for
+    element types that NumPy lacks, and for arrays that do not fit into half of the free memory.
     """
     draw = np.random.default_rng(0)
     shapes = [() if t is None else dimensions(t, bindings) for t in in_types]
@@ -175,7 +175,8 @@ def _time(run: Callable[[], object], time_limit: float) -> Sample:
 
 @contextlib.contextmanager
 def _waiting_share() -> Iterator[list[float]]:
-    """A list with one number, set when the block ends: the share of time that our threads waited for a processor."""
+    """A list that gets one number when the block ends: the share of the time for which our threads waited for a
+    processor."""
     share = [0.0]
     before, start = waited(), time.perf_counter()
     yield share
@@ -187,10 +188,10 @@ _ATTEMPTS = 3
 
 
 def in_quiet(once: Callable[[], Sample], tolerance: float = QUIET) -> tuple[Sample, bool]:
-    """A sample, and whether it was measured in quiet: the first quiet one, or else the best of three.
+    """A sample, and whether it was measured on a quiet machine: the first such sample, or else the best of three.
 
-    If none was quiet, the median is replaced by the 10th percentile: under load the fastest calls are closer to the
-    truth.
+    If none was quiet, the sample's median is replaced by its 10th percentile: under load the fastest calls are closer
+    to the truth.
     """
     samples: list[Sample] = []
     for _ in range(_ATTEMPTS):

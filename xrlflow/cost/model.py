@@ -1,4 +1,4 @@
-"""What a search minimises: the protocol of cost models, and the sum over operators that most of them are."""
+"""The protocol of cost models, whose costs searches minimise, and the base of most of them, a sum over operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ InTypes = tuple[TensorType | None, ...]
 
 
 class CostModel(Protocol):
-    """A number of seconds to minimise, and where it comes from. Only measured seconds are called latency."""
+    """Gives graphs a number of seconds to minimise, and says where it comes from. Only measured seconds are called
+    latency."""
 
     @property
     def name(self) -> str: ...
@@ -29,12 +30,12 @@ class CostModel(Protocol):
         ...
 
     def delta(self, graph: Graph, edit: Edit) -> float:
-        """Seconds of the successor minus those of the graph: negative if the edit pays."""
+        """Seconds of the successor minus those of the graph: negative if the edit saves time."""
         ...
 
 
 class NoTimeLeft(Exception):
-    """A cost model was asked for a price after its deadline."""
+    """A cost model was asked for a cost after its deadline."""
 
 
 def in_time(delta: Callable[[Graph, Edit], float], until: float) -> Callable[[Graph, Edit], float]:
@@ -49,11 +50,11 @@ def in_time(delta: Callable[[Graph, Edit], float], until: float) -> Callable[[Gr
 
 
 class AdditiveCost(ABC):
-    """The sum of the costs of single operators (TASO, section 5), so that an edit is enough to price a successor.
+    """The sum of the costs of single operators (TASO, section 5), so an edit gives the cost of the successor.
 
-    The price of an operator depends on its name, attributes and types, and is remembered for them. Constant nodes are
-    evaluated before the model runs and cost nothing. `bindings` gives symbolic dimensions a number. `lanes` are
-    those of the machine whose seconds these are (see `Machine`).
+    The cost of an operator (its *price*) depends on its name, attributes and types, and is remembered for them.
+    Constant nodes are evaluated before the model runs and cost nothing. `bindings` gives symbolic dimensions a number.
+    `lanes`: the vector lanes of the machine whose seconds these are (see `Machine`).
     """
 
     provenance: Provenance = "modelled"
@@ -69,10 +70,10 @@ class AdditiveCost(ABC):
 
     @abstractmethod
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
-        """Seconds of one call of the node, not remembered. Its constants can be looked up in the graph."""
+        """Seconds of one call of the node, without looking up remembered ones. `graph` has the node's constants."""
 
     def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
-        """The price of one call, remembered; 0 for a constant node."""
+        """Seconds of one call of the node, remembered; 0 for a constant node."""
         types = node.types
         if types[0].const:
             return 0.0
@@ -101,8 +102,8 @@ class AdditiveCost(ABC):
     def delta(self, graph: Graph, edit: Edit) -> float:
         """Seconds of the successor minus those of the graph.
 
-        Prices the nodes that the edit removes, adds or rewires, and the readers of values whose type it makes more
-        precise.
+        Computes only the costs of nodes that the edit removes, adds or rewires, and of readers of values whose type it
+        makes more precise.
         """
         seconds = self.seconds
         producers, leaves = graph.producers, graph.leaves.types

@@ -2,12 +2,12 @@
 
 A graph network computes a node's vector from its neighbourhood alone. Its layers cannot tell two nodes apart that have
 the same neighbourhood (Weisfeiler and Leman, 1968; Xu et al., How Powerful are Graph Neural Networks?, 2019). So each
-neighbourhood is numbered once, and everything that a network computes is computed once for a number. Layers of a model
+neighbourhood gets a number, and everything that a network computes is computed once for each number. Layers of a model
 repeat each other, and a successor differs from its parent in a few nodes, so a new graph has few new numbers.
 
-Level 0 is a node alone: its operator, attributes, types and price. Level r adds the edges to nodes of level r - 1:
-forward edges from what a node reads, backward edges from its readers. Constants and the graph's inputs are nodes
-without content. Constant nodes do not run, so they are constants.
+Level 0 is a node alone: its operator, attributes, types and seconds. Level r adds the edges to nodes of level r - 1:
+forward edges from the producers of the node's inputs, backward edges from its readers. Constants and the graph's inputs
+are nodes without content. Constant nodes do not run, so they count as constants.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
 INPUT, CONSTANT = 0, 1
 _NAMES = ("(input)", "(constant)")
 _SLOTS = 8  # further slots count as this one
-# Columns of an edge: its tensor; its slots at both ends; whether the reading slot is 0 or 1; direction.
+# Columns of an edge: the type of its tensor; the output and input slots at its ends; two flags for an input slot that
+# is 0 or 1; the direction.
 EDGE_COLUMNS = TYPE_COLUMNS + 6
-# Columns of a node alone: those of its content, whether it computes an output of the graph, and the machine's lanes.
+# Columns of a node alone: the node's columns, whether it computes an output of the graph, and the machine's vector
+# lanes.
 CONTENT_COLUMNS = NODE_COLUMNS + 2
-_LANES = 16  # of the widest vectors
+_LANES = 16  # float32 numbers in the widest vectors
 
 _Key = tuple[object, ...]
 
@@ -38,13 +40,13 @@ class Level:
     """The neighbourhoods of one radius, in the order of their numbers."""
 
     numbers: dict[_Key, int] = field(default_factory=dict)
-    # The number of the same node on the level below (on level 0 its row of contents).
+    # For each number: the number of the same node on the level below (on level 0, its row in the table's `contents`).
     inner: list[int] = field(default_factory=lambda: [INPUT, CONSTANT])
     starts: list[int] = field(
         default_factory=lambda: [0, 0, 0]
-    )  # the edges of number i: starts[i] to starts[i + 1]
-    sources: list[int] = field(default_factory=list)  # of each edge: a number on the level below
-    edges: list[int] = field(default_factory=list)  # of each edge: a row of `Table.edges`
+    )  # the edges of number i are those from starts[i] to before starts[i + 1]
+    sources: list[int] = field(default_factory=list)  # of each edge's source, on the level below
+    edges: list[int] = field(default_factory=list)  # for each edge its row of `Table.edges`
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -62,7 +64,7 @@ _NOTHING = (0.0,) * CONTENT_COLUMNS
 class Table:
     """Numbered neighbourhoods as a network reads them. It only grows.
 
-    `ops`, `contents`, `seconds` and `traffic` are of the nodes alone, by their numbers on level 0.
+    `ops`, `contents`, `seconds` and `traffic` have a row for each number on level 0, a node alone.
     """
 
     levels: tuple[Level, ...]  # by radius
@@ -70,13 +72,14 @@ class Table:
     contents: list[tuple[float, ...]] = field(
         default_factory=lambda: [_NOTHING, _NOTHING]
     )  # CONTENT_COLUMNS each
-    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])  # prices
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of the node alone
     traffic: list[float] = field(default_factory=lambda: [0.0, 0.0])  # bytes read and written
     edges: list[tuple[float, ...]] = field(default_factory=list)  # EDGE_COLUMNS each
 
 
 class Neighbourhoods:
-    """Numbers neighbourhoods of up to `radius` edges in any number of graphs. `prices` gives nodes their seconds."""
+    """Numbers neighbourhoods of up to `radius` edges in any number of graphs. `prices` gives the seconds of nodes
+    alone."""
 
     def __init__(self, prices: AdditiveCost, radius: int) -> None:
         self.prices = prices
@@ -89,7 +92,7 @@ class Neighbourhoods:
         return View(self, graph)
 
     def edge(self, forward: bool, output_slot: int, input_slot: int, type: TensorType) -> int:
-        """The row of an edge between these slots; `forward`: from the output to the input."""
+        """The row in `Table.edges` of an edge between these slots; `forward`: from the output to the input."""
         key = (forward, min(output_slot, _SLOTS), min(input_slot, _SLOTS), type)
         row = self._edges.get(key)
         if row is None:
@@ -118,7 +121,7 @@ class Neighbourhoods:
             level.inner.append(number)
             level.starts.append(0)
             table.ops.append(node.op)
-            # ONNX Runtime's layouts depend on the machine, and so does what an edit is worth.
+            # ONNX Runtime's layouts depend on the machine's vectors, and so does the gain of an edit.
             table.contents.append((*columns.row, float(is_output), self.prices.lanes / _LANES))
             table.seconds.append(seconds)
             table.traffic.append(columns.bytes)
@@ -142,7 +145,7 @@ class Neighbourhoods:
 class View:
     """The numbers of one graph's nodes, computed on demand and cached.
 
-    A successor's view has the view of its parent as `base`, and takes from it the numbers of unchanged nodes.
+    A successor's view has the view of its parent as `base`, and copies the numbers of unchanged nodes from it.
     `touched`: the nodes whose edges may differ from those in the base.
     """
 
@@ -161,7 +164,7 @@ class View:
         return Counter(self.number(node, top) for node in self.graph.nodes() if not node.const)
 
     def number(self, node: Node, radius: int) -> int:
-        """The number of a node, which is no constant, on a level."""
+        """The number of a node on the level `radius`. The node must not be constant."""
         cache = self._cache[radius]
         number = cache.get(node.id)
         if number is None:
@@ -235,8 +238,9 @@ class View:
         return view, self._numbers({*removed, *changed}), view._numbers(changed)
 
     def _unlike(self, after: Graph, coming: Iterable[Node], outputs: Iterable[Value]) -> set[Value]:
-        """The ids of nodes whose level 0 may differ from this graph's: new nodes, readers of values with another type,
-        and producers of values that are outputs of one of the graphs only."""
+        """The ids of nodes of the successor `after` whose number on level 0 may differ from that in this graph: new
+        nodes, readers of values with another type, and producers of values that are outputs of only one of both
+        graphs."""
         before, producers = self.graph.producers, after.producers
         ids = {producers[v].id for v in outputs if v in producers}
         for node in coming:
@@ -247,7 +251,8 @@ class View:
         return ids
 
     def _renumbered(self, ids: Iterable[Value], radius: int) -> set[Value]:
-        """Number these nodes on a level, without constant ones; the ids of nodes whose number differs from the base."""
+        """Number those of these nodes that are not constant on a level. Returns the ids whose number differs from the
+        base's."""
         base = self._base
         assert base is not None
         cache, changed = self._cache[radius], set()
@@ -272,7 +277,7 @@ class View:
         return [e.id for e, _ in (*reads, *readers) if not isinstance(e, int)]
 
     def _numbers(self, ids: Iterable[Value]) -> list[int]:
-        """The numbers of the highest level of these nodes, as far as the graph has them and they are not constant."""
+        """The numbers on the highest level of those of these nodes that are in the graph and not constant."""
         top = self.owner.radius
         return [self.number(node, top) for id in ids if (node := self._running(id)) is not None]
 

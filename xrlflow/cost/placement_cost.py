@@ -1,8 +1,9 @@
 """The cost of a graph that runs partly in generated kernels and partly in ONNX Runtime.
 
-A node costs the time of its kernel there. An elementwise operator costs nothing if it can be fused with the generated
-kernel that computes its operand for it alone, nor does a concatenation if such kernels compute all its operands. A
-value that passes from one side to the other is converted, because the two sides store images in different layouts.
+A node costs the time of its kernel on the side that runs it. On the side of generated kernels, an elementwise operator
+costs nothing if it can be fused with the kernel that computes its operand, and if no other node reads this operand. A
+concatenation costs nothing if this holds for all its operands. A value that passes from one side to the other is
+converted, because the two sides store images in different layouts.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from xrlflow.cost.roofline import seconds as roofline_seconds
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
 from xrlflow.ops.work import OpKind, Work, dimensions, work
 
-# Tensors of this rank are images, which have another layout in generated kernels; tensors of lower rank have not.
+# Tensors of this rank are images, whose layout differs between the two sides; that of tensors of lower rank does not.
 _IMAGE = 4
-# Kernels of these can apply an elementwise operator to their results before they write them.
+# Kernels of these operators can apply an elementwise operator to their results before they write them.
 _GOES_ON = frozenset(
     {OpKind.GEMM, OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CONV, OpKind.ELEMENTWISE, OpKind.VIEW}
 )
 
 
 class PlacementCost(AdditiveCost):
-    """Prices of both sides. A node runs in a generated kernel unless it is `on_runtime`, or has none."""
+    """The cost of a graph by the costs of both sides. A node runs in a generated kernel unless it is in `on_runtime`,
+    or has no such kernel."""
 
     def __init__(self, runtime: AdditiveCost, kernels: KernelPrices, machine: Machine) -> None:
         super().__init__(runtime.bindings)
@@ -49,7 +51,7 @@ class PlacementCost(AdditiveCost):
         return {node.id: self._at(graph, node) for node in graph.nodes()}
 
     def delta(self, graph: Graph, edit: Edit) -> float:
-        """Seconds of the successor minus those of the graph: of the nodes that change, and of their neighbours."""
+        """Seconds of the successor minus those of the graph. Only changed nodes and their neighbours are computed."""
         successor, _ = apply_edit(graph, edit)
         before = [*edit.removed, *(old for old, _ in edit.rewired)]
         after = [*edit.added, *(new for _, new in edit.rewired)]
@@ -85,8 +87,8 @@ class PlacementCost(AdditiveCost):
         return (0.0 if fused else self.price(graph, node, in_types)) + self._borders(graph, node, on_runtime)
 
     def _follows(self, graph: Graph, node: Node, in_types: InTypes) -> bool:
-        """Whether a node is fused with the kernels that compute its operands: an elementwise operator with one of them,
-        a concatenation with all, which write their parts of it."""
+        """Whether a node is fused with the kernels that compute its operands: an elementwise operator with one of these
+        kernels, a concatenation with all, each of which then writes its part of the result."""
         own = [self._source(graph, value) for value in node.inputs]
         if node.op == "Concat":
             return all(source is not None for source in own)
@@ -122,7 +124,7 @@ class PlacementCost(AdditiveCost):
         elements = 1
         for size in shape:
             elements *= size
-        # Both sides convert: one to ONNX's layout, the other from it.
+        # Two conversions: one side converts to ONNX's layout, the other from it.
         return 2 * roofline_seconds(Work(0.0, 8.0 * elements, OpKind.SHUFFLE), self.machine)
 
 

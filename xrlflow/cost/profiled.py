@@ -27,7 +27,7 @@ _CONVOLUTIONS = frozenset({OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CO
 _CALL = "(session call)"
 # Operators that take more seconds than this by the roofline are not run.
 _LONGEST = 30.0
-# Why an operator was modelled that could have been measured.
+# Why the cost of an operator was modelled although it could have been measured.
 _LATE = "after the time for measuring was over"
 # Operators whose time depends on the value of a float constant.
 _BY_VALUE = frozenset({"Pow"})
@@ -35,17 +35,17 @@ _BY_VALUE = frozenset({"Pow"})
 
 @dataclass(slots=True)
 class PriceCounts:
-    """How many prices came from where."""
+    """How many operators' costs came from which source."""
 
-    measured: int = 0  # by this process
-    disturbed: int = 0  # those of them that were measured on a busy machine, and not stored
+    measured: int = 0  # measured by this process
+    disturbed: int = 0  # how many of `measured` were measured on a busy machine, and not stored
     remembered: int = 0  # read from the database
     seconds: float = 0.0  # spent measuring
-    modelled: Counter[str] = field(default_factory=Counter)  # not measured, by reason
+    modelled: Counter[str] = field(default_factory=Counter)  # not measured: numbers by reason
 
     @property
     def complete(self) -> bool:
-        """Whether all operators that can be measured were."""
+        """Whether all operators that can be measured were measured."""
         return not self.modelled[_LATE]
 
     def __str__(self) -> str:
@@ -61,10 +61,10 @@ class PriceCounts:
 
 
 class Profiled(AdditiveCost):
-    """Prices that are measured operator by operator and stored in a database; the roofline prices other operators.
+    """Measures each operator by itself and stores its seconds in a database. The roofline gives the cost of others.
 
     Views are not measured: alone they copy, in a network they do not. Control flow costs the sum of its bodies.
-    `counts`: how many prices were measured, remembered and modelled.
+    `counts`: how many operators were measured, found in the database, and modelled.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Profiled(AdditiveCost):
         per_operator: float = 0.03,
         tolerance: float = QUIET,
     ) -> None:
-        """`machine` gives the number of threads, and the prices of what cannot be measured.
+        """`machine` gives the number of threads, and the roofline's costs of operators that cannot be measured.
 
-        `time_budget`: seconds for all measurements, after which new operators are modelled (None: no limit).
-        `per_operator`: seconds of timing for each, without creating its session. `tolerance`: the part of that time in
-        which our threads may wait for a processor; above it the measurement is repeated, up to twice.
+        `time_budget`: seconds for all measurements, after which the roofline models new operators (None: no limit).
+        `per_operator`: seconds to time each operator, without creating its session. `tolerance`: the part of these
+        seconds for which our threads may wait for a processor; above it the measurement is repeated, up to twice.
         """
         super().__init__(bindings)
         self.machine = machine
@@ -186,7 +186,8 @@ class Profiled(AdditiveCost):
 
 
 def price_key(graph: Graph, node: Node, in_types: InTypes) -> tuple[object, ...]:
-    """A key that nodes of equal price share: operator, attributes, types, and the constants whose values matter."""
+    """A key that nodes of equal cost share: operator, attributes, types, and the constants whose values matter to the
+    time."""
     key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, node.types)
     consts = graph.leaves.consts
     for value, type in zip(node.inputs, in_types):
@@ -201,7 +202,8 @@ def operands(
     constants: Mapping[Value, npt.NDArray[Any]],
     bindings: Mapping[str, int],
 ) -> str:
-    """The types of a node's inputs and outputs as text, with digests of the constants whose values matter."""
+    """The types of a node's inputs and outputs as text, with digests of the constants whose values matter to the
+    time."""
 
     def describe(value: Value, type: TensorType | None) -> str:
         if type is None or value == ABSENT:

@@ -4,15 +4,17 @@ time = overhead + max(operations / reachable peak, bytes / reachable bandwidth) 
 
 adjusted to ONNX Runtime's CPU kernels:
 
-- Output channels and columns are computed in blocks of a vector's lanes; convolutions pad input channels as well.
+- Output channels and columns are computed in blocks of as many as a vector has lanes; convolutions pad input channels
+  as well.
 - A grouped convolution runs in blocks only if its channels per group are a multiple of the lanes. Otherwise it is one
-  small matrix product per group and reaches a fraction of the peak; the fewer channels, the less.
-- Small calls run on one thread, since waking the others takes longer than they save.
+  small matrix product per group and reaches a fraction of the peak rate; the fewer channels, the less.
+- Small calls run on one thread, since waking the other threads takes longer than they save.
 - Data that exceeds the cache streams from memory. A product of few rows is then bound by its weights.
 
-The roofline does not see fusion. ONNX Runtime folds activations into convolutions and bias into products; here each has
-a pass of its own. That keeps prices local and deltas exact, but it flatters rewrites that fold elementwise operators.
-In the end, measurements of models decide.
+The roofline does not see fusion. ONNX Runtime fuses activations with convolutions and biases with products; in this
+model each of these operators reads and writes memory by itself. So the cost of an operator does not depend on its
+neighbours, and deltas are exact; but the model exaggerates the gain of rewrites that fold elementwise operators. In the
+end, measurements of whole models decide.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from xrlflow.cost.model import AdditiveCost, InTypes
 from xrlflow.ir import Graph, Node
 from xrlflow.ops.work import OpKind, Work, bodies, work
 
-# Starting a product's inner loop (loading and storing the block of results) costs as much as this many of its steps.
+# Starting a product's inner loop (loading and storing the block of results) takes as long as this many steps of the
+# loop.
 _LOOP_START = 8
 
 
 class Roofline(AdditiveCost):
-    """Prices from a machine's figures. Nothing is measured per operator, so prices are the same everywhere."""
+    """Computes the cost of each operator from a machine's figures. No operator is measured, so equal figures give equal
+    costs."""
 
     def __init__(self, machine: Machine | None = None, bindings: Mapping[str, int] | None = None) -> None:
         super().__init__(bindings)
@@ -62,7 +66,8 @@ def seconds(w: Work, machine: Machine) -> float:
 
 
 def reachable(w: Work, machine: Machine) -> float:
-    """The part of the peak that this work can reach: that of its kind, minus what padding wastes."""
+    """The part of the peak rate that this work can reach: the part for its kind of operator, less what padding
+    wastes."""
     gemm, lanes = w.gemm, machine.lanes
     part = machine.speeds[w.kind].compute
     if gemm is None or w.kind is OpKind.DEPTHWISE_CONV:
@@ -80,7 +85,8 @@ def _padded(n: int, lanes: int) -> int:
 
 
 def _between(points: tuple[tuple[int, float], ...], channels: int, lanes: int, top: float) -> float:
-    """Interpolate on logarithmic axes. Beyond the last point, go towards `top` at four times the lanes."""
+    """Interpolate between `points` on logarithmic axes. Beyond the last point, approach `top`, which is reached at
+    channels of four times the lanes."""
     points = (*points, (4 * lanes, top))
     if channels <= points[0][0]:
         return points[0][1]
