@@ -179,6 +179,21 @@ def unread() -> None:
     raise KeyError("it cannot be read")
 
 
+class Meeting:
+    """Waits until both of two workers have a task."""
+
+    def __init__(self, folder: str, number: int) -> None:
+        self._folder, self._number = Path(folder), number
+
+    def do(self, order: Any) -> str:
+        (self._folder / str(self._number)).touch()
+        end = time.monotonic() + 30.0
+        while not (self._folder / str(1 - self._number)).exists():
+            assert time.monotonic() < end, "nobody came"
+            time.sleep(0.01)
+        return "met"
+
+
 class Doubler:
     """Returns twice what it is given."""
 

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.workers.handlers import Doing, Doubler, aborting, made_later, never_made
+from tests.workers.handlers import Doing, Doubler, Meeting, aborting, made_later, never_made
 from xrlflow.workers import (
     Forks,
     Processes,
@@ -64,6 +64,8 @@ def test_a_lost_worker_says_how_it_ended(place: WorkerFactory, order: str, how: 
     worker.begin(order)
     with pytest.raises(WorkerLost, match=f"worker 7 ended {how}") as lost:
         worker.reply()
+    with pytest.raises(WorkerLost, match=f"worker 7 ended {how}"):
+        worker.begin("process")
     assert f"worker 7 ended {lost.value.how}" == str(lost.value)
     worker.close()
 
@@ -117,6 +119,18 @@ def test_there_is_one_large_task_at_a_time(place: WorkerFactory) -> None:
             worker.begin(LARGE)
         assert len(worker.reply()) == 2 * len(LARGE)
     worker.close()
+
+
+def test_workers_read_large_tasks_at_the_same_time(tmp_path: Path, place: WorkerFactory) -> None:
+    """Also while this process waits for the reply of one of them, which here needs the other one."""
+    workers = [
+        place.worker(partial(Meeting, str(tmp_path), number), f"worker {number}") for number in range(2)
+    ]
+    for worker in workers:
+        worker.begin(LARGE)
+    assert [worker.reply() for worker in workers] == ["met", "met"]
+    for worker in workers:
+        worker.close()
 
 
 def test_a_large_task_waits_for_no_start(place: WorkerFactory) -> None:

@@ -1,11 +1,16 @@
-"""The starter's end of a worker's socket. Sending and receiving never wait, whatever the worker does."""
+"""The starter's end of a worker's socket. Sending and receiving never wait, whatever the worker does.
+
+What the socket does not take at once is sent by a thread, so that several workers get their tasks at the same time.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import select
 import socket
 import struct
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -24,26 +29,35 @@ class Channel:
         end.setblocking(False)
         self._socket = end
         self._unsent: deque[memoryview] = deque()
+        self._lock = threading.Lock()  # of what is unsent, and of its sender
+        self._sender: threading.Thread | None = None
         self._received = bytearray()
         self.ended = False
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    @property
-    def events(self) -> int:
-        """What to wait for (see `select.poll`)."""
-        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
-
     def send(self, message: bytes) -> None:
-        """Send as much as the socket takes now. The rest is for `push`."""
         size = len(message)
         header = _LENGTH.pack(size) if size < 1 << 31 else _GREAT_LENGTH.pack(-1, size)
-        self._unsent += (memoryview(header), memoryview(message))
-        self.push()
+        with self._lock:
+            self._unsent += (memoryview(header), memoryview(message))
+            if self._sender is None and not self._push():
+                self._sender = threading.Thread(target=self._send_rest, daemon=True)
+                self._sender.start()
 
-    def push(self) -> None:
-        """Go on to send what was not sent yet."""
+    def _send_rest(self) -> None:
+        poll = select.poll()
+        poll.register(self, select.POLLOUT)
+        while True:
+            poll.poll()
+            with self._lock:
+                if self._push():
+                    self._sender = None
+                    return
+
+    def _push(self) -> bool:
+        """Send what the socket takes now. Returns whether nothing is left."""
         try:
             while self._unsent:
                 rest = self._unsent[0][self._socket.send(self._unsent[0]) :]
@@ -52,9 +66,10 @@ class Channel:
                 else:
                     self._unsent.popleft()
         except BlockingIOError:
-            pass
+            return False
         except OSError:  # the other end is closed, which `receive` finds, too
             self._unsent.clear()
+        return True
 
     def receive(self) -> list[bytearray]:
         """The messages that have arrived."""
@@ -89,13 +104,21 @@ class Channel:
         return message
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed before
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if (sender := self._sender) is not None:
+            sender.join()
+        self._socket.close()
+
+    def disown(self) -> None:
+        """Close the copy of the socket that this process has as a forked copy of another one, which goes on."""
         self._socket.close()
 
 
 def wait(channels: Sequence[Channel], seconds: float = math.inf) -> list[Channel]:
-    """Wait until there is something to receive or push, or for `seconds`. Returns the channels where there is."""
+    """Wait until there is something to receive, or for `seconds`. Returns the channels where there is."""
     poll = select.poll()
     for channel in channels:
-        poll.register(channel, channel.events)
+        poll.register(channel, select.POLLIN)
     ready = {number for number, _ in poll.poll(math.ceil(1e3 * min(seconds, _LONGEST_WAIT)))}
     return [channel for channel in channels if channel.fileno() in ready]

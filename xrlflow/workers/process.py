@@ -174,14 +174,15 @@ class ProcessWorker:
         return self.lost is not None
 
     def begin(self, task: Any) -> None:
-        """See `Worker.begin`. What the worker does not read at once is sent by `replied` and `reply`.
+        """See `Worker.begin`. It does not wait until the worker has read the task.
 
         Raises WorkerError if it has a task already.
         """
-        if self._busy:
-            raise WorkerError(f"{self.name} has a task already")
         data = _pickled(task)
-        if self.closed:
+        closed = self.closed
+        if self._busy and not closed:
+            raise WorkerError(f"{self.name} has a task already")
+        if closed:
             if self._replies:  # the reply is why its handler could not be created
                 self.reply()
             assert self.lost is not None
@@ -190,9 +191,8 @@ class ProcessWorker:
         self.channel.send(data)
 
     def replied(self) -> bool:
-        """Send and receive what can be. Returns whether there is a reply, or the worker is lost."""
+        """Receive what has arrived. Returns whether there is a reply, or the worker is lost."""
         try:
-            self.channel.push()
             for data in self.channel.receive():
                 self._take(data)
             if self.channel.ended and self.lost is None:
@@ -256,7 +256,8 @@ class ProcessWorker:
 
     def disown(self) -> None:
         """Leave it to the process that this one was forked from."""
-        self.release()
+        self.channel.disown()
+        self.process.release()
         if self.lost is None:
             self.lost = WorkerLost(f"{self.name} belongs to the process that this one was forked from")
 
