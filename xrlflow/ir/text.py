@@ -7,13 +7,11 @@ from xrlflow.ir.types import ABSENT, Value
 
 
 def text(graph: Graph) -> str:
-    """One line per node in topological order, after a line of inputs and before a line of outputs.
+    """The text has one line per node in topological order, after a line of inputs and before a line of outputs.
 
     Values are numbered in the order of their appearance.
 
-    (x: float[1,3])
-    %0: float[1,3] = Relu(x)
-    -> %0
+    (x: float[1,3]) %0: float[1,3] = Relu(x) -> %0
     """
     names: dict[Value, str] = {ABSENT: "_"}
     for value in graph.inputs:

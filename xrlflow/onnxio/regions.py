@@ -41,7 +41,7 @@ _OVERRIDABLE = 4
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a graph."""
+    """A part of a graph that becomes one operator."""
 
     nodes: tuple[int, ...]  # indices of nodes in the graph, ascending
     inputs: tuple[str, ...]  # values computed outside that the nodes read

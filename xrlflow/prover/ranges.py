@@ -39,7 +39,7 @@ from xrlflow.prover.sketch import Problem, Sketch, Unbuildable, build
 from xrlflow.prover.variations import all_sizes, replace_dims, resize_to, with_dimension
 from xrlflow.rewrite import AnyRule
 
-# For each narrow type the greatest number up to which it holds every integer. (No dimension exceeds int32.)
+# For each narrow type, the greatest number n so that it holds every integer up to n. (No dimension exceeds int32.)
 HOLDS: Mapping[DType, int] = {
     DType.INT4: 7,
     DType.UINT4: 15,
@@ -252,7 +252,7 @@ def _compare(left: list[Array], right: list[Array], tolerance: float, rule: AnyR
 
 
 def rounding(graph: Graph) -> Graph:
-    """The graph with every float result rounded to its type."""
+    """The graph, with a rounding of every float result to its type."""
     nodes = list[Node]()
     for node in graph.topological():
         narrow = [t.dtype in _UNIT and not node.const for t in node.types]
