@@ -437,7 +437,7 @@ class AssociateMatMulsRight(Rule, family="merge"):
         return op.MatMul(op.MatMul(x, y), z)
 
     def where(self, y: Val, z: Val) -> None:
-        # A sum over no elements is 0 even if other factors are not finite.
+        # A sum over no elements is 0, even if other factors are infinite or NaN.
         require(0 not in (y.shape[-2], y.shape[-1]), "an inner dimension is 0")
         if y.const and z.const:
             work = y.size(-2) * y.size(-1) * z.size(-1)

@@ -95,7 +95,7 @@ def piece(reader: Reader, value: Value) -> Piece | None:
 
 
 def _cut(op: Op, x: Val, axis: int, start: int, length: int) -> Any:
-    """`length` positions of x from `start` on; x itself if these are all of its positions."""
+    """`length` positions of x from `start` on; x itself if these are all its positions."""
     if start == 0 and _size(x.type.shape, axis) == length:
         return x
     return op.Slice(x, [start], [start + length], [axis])

@@ -55,12 +55,12 @@ class Const:
 
 @dataclass(slots=True)
 class Leaves:
-    """Graph inputs and constants: the values that no node computes.
+    """Graph inputs and constants, which are the values that no node computes.
 
     All states of a search share one object and only add to it. Values are named by content, so a name never changes its
-    meaning. `names`: the names in the file of inputs, constants and node outputs. `folded`: constants computed from
-    constants, by operator, digest of its attributes, inputs and output types; None if they are not small or cannot be
-    evaluated.
+    meaning. `names`: the names that inputs, constants and node outputs have in the file. `folded`: constants computed
+    from constants, by operator, digest of its attributes, inputs and output types; None if they are not small or cannot
+    be evaluated.
     """
 
     types: dict[Value, TensorType] = field(default_factory=dict)

@@ -11,7 +11,9 @@ def text(graph: Graph) -> str:
 
     Values are numbered in the order of their appearance.
 
-    (x: float[1,3]) %0: float[1,3] = Relu(x) -> %0
+    (x: float[1,3])
+    %0: float[1,3] = Relu(x)
+    -> %0
     """
     names: dict[Value, str] = {ABSENT: "_"}
     for value in graph.inputs:

@@ -311,7 +311,7 @@ def _fault_of_values(node: onnx.NodeProto, opset: int) -> str | None:
 def _fault_of_body(
     node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto], opset: int
 ) -> str | None:
-    """A description of what is wrong with the body of an If, Loop or Scan: the numbers of inputs or outputs. Or
+    """A description of what is wrong with the bodies of an If, Loop or Scan (their numbers of inputs or outputs), or
     None.
     """
     outputs = len(node.output)

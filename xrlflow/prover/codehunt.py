@@ -3,8 +3,9 @@
 The graphs that the rule's proof tries, and further graphs from the caller, are stored with the rule's results and the
 lines of its code that ran. A mutant is run on the graphs for which the changed lines run. The verdicts:
 
-- wrong: a result of the mutant does not compute the same as the graph; raises: the mutant raises an exception;
-  loops: it takes too long;
+- wrong: a result of the mutant does not compute the same as the graph;
+- raises: the mutant raises an exception;
+- loops: it takes too long;
 - loses: it does not apply to a graph to which the rule applies;
 - useless: it applies where the rule refuses by `profitable`;
 - costlier: its results have more operators or elements than the rule's;

@@ -1,7 +1,7 @@
 """Proofs of rules.
 
-For each rule sketches (small graphs) with its left side are drawn from its `shapes` or `examples`, and variations of
-them. Sketches that the rule's conditions admit become cases. Every case must pass three tests:
+For each rule, sketches (small graphs) of its left side are drawn from its `shapes` or `examples`, and so are variations
+of these sketches. Sketches that the rule's conditions admit become cases. Every case must pass three tests:
 
 1. Both sides agree over prime fields, in so many trials that a false rule would pass with a probability below 1e-12
    (rules with `proof = "field"`).

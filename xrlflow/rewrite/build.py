@@ -51,7 +51,7 @@ class Draft:
         captured: int = 0,
         on_runtime: bool | None = None,
     ) -> None:
-        """`on_runtime` is as in `Node`; None: as the nodes have it that the edit replaces."""
+        """`on_runtime` is as in `Node`; None: as in the nodes that the edit replaces."""
         self.op = op
         self.inputs = inputs
         self.attrs = attrs

@@ -64,7 +64,7 @@ class PNode:
 
     @property
     def op(self) -> str:
-        """The operator, or the first of several that are matched in the same way."""
+        """The node's operator, or the first of several that are matched in the same way."""
         return self.ops[0]
 
     @property
