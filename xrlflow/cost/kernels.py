@@ -73,7 +73,7 @@ class KernelPrices:
     def learn(self, graph: Graph, until: float) -> int:
         """Look up or measure as many operators of a graph as there is time for before `until` (time.monotonic).
 
-        Returns how many operators were measured. Raises BackendError if a compiled kernel does not run.
+        Returns how many operators got a time. Raises BackendError if a compiled kernel does not run.
         """
         channels_last = _has_convolution(graph)
         requests, remembered = self._unknown(graph, "channels last" if channels_last else "")
@@ -110,8 +110,8 @@ class KernelPrices:
         return text + (f"; {none} can be no kernel" if none else "")
 
     def _unknown(self, graph: Graph, layout: str) -> tuple[list[_Request], int]:
-        """The operators of a graph that have to be measured, the most frequent first, and the number of those in the
-        database."""
+        """The operators of a graph that have to be measured, the most frequent first, and how many others the database
+        had."""
         count: Counter[tuple[object, ...]] = Counter()
         requests: dict[tuple[object, ...], _Request] = {}
         remembered = 0

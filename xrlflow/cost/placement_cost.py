@@ -27,8 +27,8 @@ _GOES_ON = frozenset(
 
 
 class PlacementCost(AdditiveCost):
-    """The cost of a graph by the costs of both sides. A node runs in a generated kernel unless it is in `on_runtime`,
-    or has no such kernel."""
+    """The cost of a graph by the costs of both sides. A node runs in a generated kernel unless its `on_runtime` is set,
+    or no such kernel exists."""
 
     def __init__(self, runtime: AdditiveCost, kernels: KernelPrices, machine: Machine) -> None:
         super().__init__(runtime.bindings)

@@ -15,11 +15,11 @@ from xrlflow.search.result import Path, extend
 def simplify(
     graph: Graph, library: Library, cost: Callable[[Graph], float], until: float = math.inf
 ) -> tuple[Graph, Path | None]:
-    """Apply all rules that need no price (`canonicalises`) until `until` (time.monotonic). Returns the graph and the
+    """Apply all rules that need no cost (`canonicalises`) until `until` (time.monotonic). Returns the graph and the
     substitutions.
 
-    These rules find constants and decide branches, which fixes types: a search before them would price unknown types.
-    They also replace operators that the backend lacks. Each step has the cost of the final graph.
+    These rules find constants and decide branches, so that types become known: a search before that would compute costs
+    of unknown types. They also replace operators that the backend lacks. Each step has the cost of the final graph.
     """
     state = RewriteState.start(graph, library.canonicalising())
     applied: list[tuple[Match, Edit]] = []
@@ -44,11 +44,11 @@ def with_bodies(
     prepare: Callable[[Graph, str], Graph] = lambda graph, name: graph,
     where: str = "",
 ) -> Graph:
-    """The graph with each body replaced by `improve` of it. Inner bodies are improved before outer ones.
+    """The graph in which each body is replaced by the result of `improve`. Inner bodies are improved before outer ones.
 
-    `improve` gets a body's graph and its name ("If.then_branch/Loop.body"); `prepare` gets the same before the body's
-    own bodies are improved. Values that a body no longer reads are no longer captured, and nodes that nobody reads are
-    removed.
+    `improve` gets a body's graph and its name ("If.then_branch/Loop.body"); `prepare` gets the same before the bodies
+    inside this body are improved. Values that a body no longer reads are no longer captured, and nodes whose outputs
+    no node reads are removed.
     """
     changed = [n for node in graph.nodes() if (n := _with_bodies(node, improve, prepare, where)) is not node]
     if not changed:

@@ -1,30 +1,31 @@
-"""How the time limit is divided. Durations are in seconds, moments are those of time.monotonic."""
+"""Divides the time limit among the phases. Durations are in seconds, moments are values of time.monotonic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 DEFAULT_LIMIT = 60.0
-# The part of the limit after which searching must be over; the seconds of a search that have priority over kernels (an
-# agent is loaded and searches 2,000 nodes).
+# The part of the limit after which searching must be over; the first seconds of a search, which have priority over
+# kernels (enough to load an agent and to search a graph of 2,000 nodes).
 _SEARCH_UNTIL, _SEARCH_FIRST = 0.3, 4.0
-# The parts of the limit that training may take if it was requested (the first that leaves enough time), and its part of
-# the search's time otherwise.
+# The parts of the limit that requested training may take (the first of them that leaves enough time for the rest), and
+# the part of the search's time that training within a search may take.
 _TRAINING, _TRAINING_IN_SEARCH = (0.5, 0.4, 0.3, 0.2), 0.6
-# At most this part of the limit is reserved for verification and the last comparison. Nothing is reserved for models so
-# slow (seconds of a run) that the selection could compare little.
+# At most this part of the limit is reserved for verification and the last comparison. Nothing is reserved for a model
+# of which a run takes so many seconds, since the selection could hardly compare anything.
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
-# What a fast model may use of a limit of 60 s: seconds besides runs, and runs. A model of 3 ms needs no full minute.
+# The time that a fast model may use of a limit of 60 s: seconds besides runs, and a number of runs. A model of 3 ms
+# needs no full minute.
 _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
 # The last comparison: seconds to start the fork server, number of processes, seconds to start each, and runs in each
 # (the first of both models, warming up, interleaved samples).
 _FORK_SERVER, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
-# The fewest processes that a decision takes.
+# The least number of processes for a decision.
 _FEWEST_PROCESSES = 8
 _LOADING_TVM = 4.0
 # Verification: seconds besides runs, and runs of the original and the result together.
 _VERIFYING, _VERIFYING_RUNS = 2.5, 16
-# One comparison of models in one process: the fewest and the most runs, and those that an interval takes.
+# One comparison of models in one process: the fewest and the most runs, and the runs that an interval needs.
 _COMPARE_RUNS_AT_LEAST, _COMPARE_RUNS = 8, 60
 _INTERVAL_RUNS = 40
 _COMPARE_AT_LEAST, _COMPARE_AT_MOST = 1.5, 5.0
@@ -41,12 +42,12 @@ class Budget:
 
     begin: float
     limit: float
-    latency: float = 0.0  # of one run of the original; 0: unknown
-    loading: float = 0.0  # of the original; 0: unknown
+    latency: float = 0.0  # seconds of one run of the original; 0: unknown
+    loading: float = 0.0  # seconds to load the original; 0: unknown
     verifying: bool = True  # the result will be verified
     hurried: bool = False  # after an interrupt: only the necessary time is reserved for selecting
     compiled: bool = False  # the processes of the last comparison load TVM
-    compiling: float = 0.0  # for finding and compiling kernels
+    compiling: float = 0.0  # seconds to choose and compile kernels
     reserved: float = 0.0  # the part of `compiling` that is still needed
 
     @property
@@ -63,15 +64,15 @@ class Budget:
         return self.begin + min(self.limit, enough + self.compiling)
 
     def part(self, share: float) -> float:
-        """The moment at which this part of the time has passed."""
+        """The moment at which the part `share` of the time has passed."""
         return self.begin + share * (self.end - self.begin)
 
     @property
     def train_until(self) -> float | None:
-        """The moment at which training must be over that the user requested and that begins first.
+        """The moment at which training before the search, which the user requested, must be over.
 
-        At most half of the limit. Enough for an optimisation with the default limit must remain, and if there is time
-        to search and compare now, there must be afterwards. None: there is no time for training.
+        Training takes at most half of the limit. Enough time for an optimisation with the default limit must remain,
+        and if there is time now to search and compare, there must be after training. None: no time for training.
         """
         needed = min(_ENOUGH + _ENOUGH_RUNS * self.latency, DEFAULT_LIMIT) + self.compiling
         for part in _TRAINING:
@@ -83,7 +84,7 @@ class Budget:
 
     @property
     def train_in_search_until(self) -> float:
-        """The moment at which training must be over that is a part of the search."""
+        """The moment at which training that is a part of the search must be over."""
         return self.part(_TRAINING_IN_SEARCH * _SEARCH_UNTIL)
 
     @property
@@ -128,7 +129,8 @@ class Budget:
 
     @property
     def compile_at_latest(self) -> float:
-        """The moment at which a running compilation is ended, with just enough time for verification and comparison."""
+        """The moment at which a running compilation is ended. After it there is just enough time for verification and
+        comparison."""
         fewest = _FEWEST_PROCESSES / _PROCESSES * self.comparison
         return max(self.compile_until, self.until - self.verification - fewest)
 
@@ -150,7 +152,7 @@ class Budget:
 
     @property
     def careful_comparison(self) -> float:
-        """Seconds that one comparison takes which has enough runs for an interval, also of a slow model."""
+        """Seconds of one comparison with enough runs for an interval, also if the model is slow."""
         return max(self.each_comparison, 2 * self.loading + _INTERVAL_RUNS * self.latency)
 
     @property
@@ -159,9 +161,9 @@ class Budget:
         return self.begin_comparing_until - self.search_until >= self.each_comparison
 
     def final(self, now: float) -> float:
-        """Seconds for verification and the last comparison if they begin now: until the end of the limit.
+        """Seconds that verification and the last comparison may take if they begin now: until the end of the limit.
 
-        On a quiet machine they end long before. On a busy one the last comparison needs more processes.
+        On a quiet machine they end long before. On a busy machine the last comparison needs more processes.
         """
         return self.until - now
 

@@ -11,7 +11,7 @@ from xrlflow.search.result import Limits, SearchNode, SearchResult, Shortlist, e
 def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
     """Apply the candidate with the largest modelled gain until none gains.
 
-    `state` has the cost model's deltas in its candidates; `cost` is the modelled cost of its graph, in seconds.
+    The candidates of `state` have deltas of the cost model; `cost` is the modelled cost of its graph, in seconds.
     """
     begin = time.monotonic()
     node = SearchNode(state, None, cost)
@@ -42,5 +42,5 @@ def _step(node: SearchNode) -> SearchNode | None:
         if delta < -threshold:
             cost = node.cost + delta
             return SearchNode(node.state.apply(best, edit), extend(node.path, best, edit, cost), cost)
-        rejected.add(best)  # its delta was out of date: edits next to it have changed it
+        rejected.add(best)  # its delta was out of date, because of edits next to the match
     return None

@@ -1,4 +1,4 @@
-"""Greedy search that looks a few substitutions ahead: a baseline for strategies that claim to plan."""
+"""Greedy search over chains of a few substitutions: a baseline for strategies that claim to plan."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NOTHING = 1e-9
 def lookahead(state: RewriteState, cost: float, limits: Limits, depth: int = 2) -> SearchResult:
     """Apply the chain of up to `depth` substitutions with the largest gain, until none gains.
 
-    Shorter chains are tried first, longer ones only if no shorter one gains: with `depth` 1 this is `greedy`. With n
-    candidates, two steps cost n expanded states and three up to n^2, which `limits.budget` counts. Each graph is
-    visited once within a chain, however it is reached. Raises ValueError if `depth` is below 1.
+    Shorter chains are tried first, longer chains only if no shorter one gains: with `depth` 1 this is `greedy`. With n
+    candidates, chains of two expand n states, and chains of three up to n^2; `limits.budget` limits expanded states. If
+    several chains lead to the same graph, it is visited once. Raises ValueError if `depth` is below 1.
     """
     if depth < 1:
         raise ValueError(f"the depth of the lookahead is {depth}: at least 1 is needed")
@@ -71,7 +71,8 @@ class _Lookahead:
     def _finish(self, reached: list[SearchNode]) -> bool:
         """Follow the best chain that ends one substitution further. False if none gains."""
         bound = self.best.cost * (1 - _NOTHING)
-        # The last substitution of a chain is priced by its delta: only the best chain's graph is built.
+        # The delta of a chain's last substitution gives the cost of the chain's graph: only the best chain's graph is
+        # built.
         chains = [
             (node.cost + match.delta, match.key, node, match)
             for node in reached
@@ -87,7 +88,7 @@ class _Lookahead:
         return False
 
     def _successors(self, reached: list[SearchNode], visited: set[int]) -> list[SearchNode]:
-        """The graphs one substitution further, as many as the limits allow."""
+        """The graphs after one more substitution, as many as the limits allow."""
         successors: list[SearchNode] = []
         for node in reached:
             for match in node.state.candidates:

@@ -1,4 +1,4 @@
-"""Random legal substitutions that ignore the cost: for tests, and as a baseline for every other strategy."""
+"""Random substitutions, legal and drawn without regard to cost: for tests, and as a baseline for other strategies."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ class TraceStep:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The substitutions that lead to a state, as a linked list: the last one with its edit, and the path before it."""
+    """The substitutions that lead to a state, as a linked list: the last substitution with its edit, and the path
+    before it."""
 
     step: TraceStep
     edit: Edit
@@ -31,7 +32,7 @@ class Path:
     families: frozenset[str]
 
     def parts(self) -> list[Path]:
-        """The path up to each substitution, the first one first."""
+        """For each substitution the path that ends with it, the shortest path first."""
         parts: list[Path] = []
         at: Path | None = self
         while at is not None:
@@ -55,7 +56,7 @@ def extend(path: Path | None, match: Match, edit: Edit, cost: float) -> Path:
 
 
 def joined(path: Path | None, further: Path | None) -> Path | None:
-    """The path with the substitutions of another one after its own."""
+    """This path, followed by the substitutions of the path `further`."""
     for part in further.parts() if further is not None else ():
         path = append(path, part.step, part.edit)
     return path
@@ -98,8 +99,8 @@ class SearchResult:
 class Limits:
     """When a search stops, besides on Ctrl-C."""
 
-    budget: int = 1000  # expanded states
-    deadline: float | None = None  # time.monotonic
+    budget: int = 1000  # number of states that may be expanded
+    deadline: float | None = None  # a moment of time.monotonic
     progress: Callable[[int, float], None] | None = None  # called with the expanded states and the best cost
 
     def over(self, expanded: int, best: float) -> bool:
@@ -147,8 +148,8 @@ def retrace(
 
 
 def retraced(base: SearchNode, trace: Sequence[TraceStep], first: int = 1) -> SearchNode:
-    """The node that a trace leads to from `base`, with the costs of its cost model. Raises TraceError as `retrace`
-    does."""
+    """The search node that a trace leads to from `base`, with costs by the cost model of `base`. Raises TraceError as
+    `retrace` does."""
     node = base
     for number, step in enumerate(trace, first):
         match = node.state.find(step.key)
@@ -166,8 +167,8 @@ def successor(node: SearchNode, match: Match) -> SearchNode:
 
 
 def leave_out(base: SearchNode, trace: Sequence[TraceStep], rules: Collection[str]) -> SearchNode:
-    """The node that a trace leads to from `base` without the steps of some rules, and without steps that then no longer
-    apply. Keys of other steps stay valid, because a node's id does not depend on the order of steps."""
+    """The search node that a trace leads to from `base` if the steps of `rules` are left out, and steps that cannot be
+    applied without them. Keys of other steps stay valid, because a node's id does not depend on the order of steps."""
     node = base
     for step in trace:
         match = None if step.rule in rules else node.state.find(step.key)

@@ -15,13 +15,13 @@ from typing import Protocol
 from xrlflow.search.result import Limits, SearchNode, leave_out
 from xrlflow.search.sweep import sweep
 
-# A short measurement of a slow model cannot prove a gain of this size, but it is more than noise.
+# A speed-up that a short measurement of a slow model cannot prove, although it is more than noise.
 _PROMISING = 1.015
-# The part of the time that may be used to improve a best proposal that was measured to be slower than the original.
+# If the best proposal was measured to be slower than the original: the part of the time to improve this proposal.
 _MENDING = 0.75
-# A change whose interval ends below this is not tried again together with others.
+# If the interval of a change ends below this ratio, the change is not tried again together with other changes.
 _HOPELESS = 0.97
-# A result that was not measured to be faster may still be faster if its interval reaches this far.
+# If the interval of a result reaches this ratio, the result may be faster although the measurement does not show it.
 _POSSIBLE = 1.01
 
 
@@ -35,17 +35,18 @@ class Ratio:
 
     @property
     def ran(self) -> bool:
-        """Whether it was measured: the median is 0 if the runtime refuses the model or the file is too large."""
+        """Whether the ratio was measured: the median is 0 if the runtime refuses the model or the file is too large."""
         return self.median > 0.0
 
     @property
     def promising(self) -> bool:
-        """Certainly faster, or by so much that a longer measurement is profitable: the last comparison decides."""
+        """Whether the model is certainly faster, or so much faster that a longer measurement is worthwhile; the last
+        comparison decides."""
         return self.low > 1.0 or (self.median > _PROMISING and self.high > 1.0)
 
     @property
     def convincing(self) -> bool:
-        """Promising enough to replace an earlier choice, which no later measurement would bring back.
+        """Whether the result is promising enough to replace the incumbent, to which no later measurement would return.
 
         A slow model, or one measured just before the deadline, has few rounds and a meaningless interval.
         """
@@ -57,9 +58,9 @@ class Ratio:
 
 
 class Survey(Protocol):
-    """Seconds that substitutions save (negative: cost), each measured in context and summed by rule.
+    """Seconds that substitutions save (negative: lose), each measured with its neighbours and summed by rule.
 
-    Rules may be missing. 0 means that the measurement was not clear.
+    Rules may be missing. 0 means that the gain was within the noise.
     """
 
     def candidates(self, node: SearchNode, rules: Sequence[str]) -> Mapping[str, float]:
@@ -91,10 +92,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The selected node (None: nothing can be faster than the original), and all comparisons.
+    """The selected search node (None: no node can be faster than the original), and all comparisons.
 
-    If no node was measured to be faster, it is one that may be: noise hides a gain of a few percent, and the last
-    comparison, which decides, has more time. If there was no time to measure, it is the first proposal.
+    If no node was measured to be faster, the selected node is one that may be faster: noise hides a gain of a few
+    percent, and the last comparison, which decides, has more time. If there was no time to measure, it is the first
+    proposal.
     """
 
     selected: SearchNode | None
@@ -105,7 +107,8 @@ class Selection:
 def sweeping_rules(node: SearchNode, at_most: float) -> list[str]:
     """Rules that have a candidate with a modelled delta of at most `at_most` seconds, the most promising first.
 
-    Rules whose gain no model of single operators knows (`unpriced`) come first, then others by the sum of their deltas.
+    Rules whose gain a cost model of single operators cannot see (`unpriced`) come first, then other rules by the sum of
+    their deltas.
     """
     total: dict[str, tuple[bool, float]] = {}
     for match in node.state.candidates:
@@ -157,8 +160,8 @@ def _recipe(node: SearchNode) -> _Recipe:
 def _drops(recipe: _Recipe, node: SearchNode, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
     """Changes that leave out a family or rule that `node` used.
 
-    First come rules that cost time when they were measured, then those with the largest modelled gains: a large error
-    of the model must be in a large gain.
+    First come rules that were measured to lose time, then those with the largest modelled gains: only a large modelled
+    gain can be wrong by much.
     """
     rules = node.state.library.rules
     of_rule = {rule: gain for rule, gain in gains(node, cost).items() if rule in recipe.rules}
@@ -181,7 +184,7 @@ def _with_sweeps(
     drops: list[_Change], node: SearchNode, at_most: float, surveyed: Mapping[str, float]
 ) -> list[_Change]:
     """Changes to try, in this order: sweeps that saved time in the survey, the largest saving first; sweeps of unpriced
-    rules; drops; other sweeps; sweeps that cost time in the survey."""
+    rules; drops; other sweeps; sweeps that lost time in the survey."""
     rules = node.state.library.rules
     sweeps = sweeping_rules(node, at_most)
     good = [r for r in _saving(surveyed) if r in sweeps]
@@ -216,13 +219,13 @@ def select(
     tidying: frozenset[str] = frozenset(),
     survey: Survey | None = None,
 ) -> Selection:
-    """Choose what runs fastest. No comparison begins after `deadline` (time.monotonic).
+    """Choose the fastest graph by measurements. No comparison begins after `deadline` (time.monotonic).
 
     `base` is the original as imported. `proposals` are states that a search found, the most promising first.
     `search(node, rules)` improves a state by its modelled cost, with these rules only.
 
-    1. The best proposal is changed as `survey` suggests: sweeps of rules that save time are added, rules that cost time
-       are left out. It is measured against the original; if it is no faster, the unchanged proposal is measured.
+    1. The best proposal is changed as `survey` suggests: sweeps of rules that save time are added, rules that lose time
+       are left out. The result is measured against the original; if it is no faster, so is the unchanged proposal.
     2. One change is made at a time and accepted if it is measured to be faster: a family or rule is dropped, or a rule
        is swept over the graph wherever the modelled loss is at most `tolerance` of the cost. `tidying` rules clean up
        after a sweep. If the best proposal was slower than the original, the results of drops are measured against the
@@ -230,7 +233,7 @@ def select(
     3. Sweeps are added to the original, and the result is measured against the incumbent.
     4. The other proposals are measured.
 
-    If nothing was faster, the proposal with the best median is chosen, unless it was certainly slower. If there was no
+    If no graph was faster, the proposal with the best median is chosen, unless it was certainly slower. If there was no
     time to measure, the best proposal is chosen. The last comparison decides.
     """
     selector = _Selector(base, compare, search, deadline, tolerance * base.cost, tidying, survey)
@@ -254,7 +257,7 @@ class _Selector:
     compare: Compare
     search: Callable[[SearchNode, frozenset[str]], SearchNode]
     deadline: float
-    at_most: float  # modelled seconds that a substitution of a sweep may lose
+    at_most: float  # modelled seconds by which one substitution of a sweep may raise the cost
     tidying: frozenset[str]  # rules that clean up after a sweep
     survey: Survey | None
     current: SearchNode | None = None  # the incumbent; None: the original
@@ -262,9 +265,9 @@ class _Selector:
     trials: list[Trial] = field(default_factory=list)
     undecided: list[tuple[float, SearchNode]] = field(
         default_factory=list
-    )  # may be faster: median ratio, node
-    untidy: frozenset[str] = frozenset()  # rules that cost time when they were measured
-    visited: set[int] = field(init=False)  # fingerprints
+    )  # nodes that may be faster, with the median ratio
+    untidy: frozenset[str] = frozenset()  # rules that were measured to lose time
+    visited: set[int] = field(init=False)  # fingerprints of the graphs that were tried
 
     def __post_init__(self) -> None:
         self.visited = {self.base.state.fingerprint}
@@ -274,7 +277,7 @@ class _Selector:
         return time.monotonic() >= self.deadline
 
     def improve(self, best: SearchNode) -> None:
-        """Measure the best proposal, as it is or improved, and then change one thing at a time."""
+        """Measure the best proposal, unchanged or improved, and then change one rule or family at a time."""
         what = "the best proposal"
         recipe = _recipe(best)
         accepted = False
@@ -317,18 +320,18 @@ class _Selector:
                 self._challenge(node, f"proposal {index + 2}")
 
     def choose_likeliest(self, proposals: Sequence[SearchNode]) -> None:
-        """If the original is still the incumbent: select what may be faster, or the first proposal if nothing was
-        measured."""
+        """If the original is still the incumbent: select a node that may be faster, or the first proposal if no node
+        was measured."""
         if self.current is None and self.undecided:
             self.current = max(self.undecided, key=lambda u: u[0])[1]
         if not self.trials and proposals and proposals[0].state.fingerprint != self.base.state.fingerprint:
             self.current = proposals[0]
 
     def _build(self, start: SearchNode, recipe: _Recipe, changed: _Recipe) -> SearchNode:
-        """The state of the recipe `changed`. `start` is that of `recipe`.
+        """The search node of the recipe `changed`. `start` is the search node of `recipe`.
 
-        If rules are dropped, the state is built twice: from the other substitutions of `start` that still apply, and by
-        a new search from the original. Returns the cheaper one that was not tried yet.
+        If rules are dropped, a node is built in two ways: from the other substitutions of `start` that still apply, and
+        by a new search from the original. Returns the cheaper of those that were not tried yet.
         """
         new = changed.sweeps[len(recipe.sweeps) :]
         if recipe.rules == changed.rules:
@@ -352,7 +355,7 @@ class _Selector:
         The addresses of a session's weights in memory change its speed by a percent or more for all its runs. The best
         of many comparisons is therefore too good: of nine gains in a row, 19% together, 1% turned out to be real.
         """
-        sure = self.current is not None  # a wrong decision could lose it
+        sure = self.current is not None  # a wrong decision could lose the incumbent
 
         def holds(ratio: Ratio) -> bool:
             return ratio.convincing if sure else ratio.promising
@@ -377,9 +380,9 @@ class _Selector:
     def _climb(
         self, node: SearchNode, at: str, recipe: _Recipe, until: float, proven: bool, sweeping: bool
     ) -> tuple[SearchNode, str, _Recipe]:
-        """Change one thing at a time for as long as it is measured to be faster. `sweeping`: also try sweeps.
+        """Change one rule or family at a time, while results are measured to be faster. `sweeping`: also try sweeps.
 
-        `proven`: `node` is faster than the original, so what is faster than `node` becomes the incumbent.
+        `proven`: `node` is faster than the original, so a node that is faster than `node` becomes the incumbent.
         """
         against = None if node is self.base else node
         ahead, back = self._survey_candidates(node) if sweeping else {}, self._survey_steps(node)
@@ -410,7 +413,7 @@ class _Selector:
         return node, at, recipe
 
     def _challenge(self, node: SearchNode, proposal: str) -> bool:
-        """Measure a state against the incumbent. True if it becomes the incumbent."""
+        """Measure a node against the incumbent. Returns whether the node becomes the incumbent."""
         if self._late:
             return False
         self.visited.add(node.state.fingerprint)

@@ -1,4 +1,5 @@
-"""Sweeps: one rule wherever it applies, for rules whose gain a model of single operators does not know."""
+"""Sweeps: the application of one rule wherever it matches, for rules whose gain a cost model of single operators cannot
+see."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortl
 
 
 def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) -> SearchResult:
-    """Expand the cheapest known graph; queue successors that cost less than `alpha` times the best.
+    """Expand the cheapest graph of a queue, again and again; queue its successors that cost less than `alpha` times the
+    best graph.
 
     Graphs of more than twice the original's operators are dropped, and each graph is visited once. A successor is a
     (state, candidate) pair until it is expanded; only then is its graph built and matched. `limits.budget` counts
@@ -47,7 +48,7 @@ def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) 
         while queue and not limits.over(expanded, best.cost):
             successor_cost, _, parent, path, match = heapq.heappop(queue)
             if successor_cost >= alpha * best.cost:
-                break  # the queue is in order of cost, so nothing better is left
+                break  # the queue is in order of cost, so all other entries are as expensive
             edit, delta = parent.priced(match)
             successor_cost += delta - match.delta
             if successor_cost >= alpha * best.cost:

@@ -1,7 +1,7 @@
 """Locks between processes of this machine. They end with the process that holds them, however it ends.
 
-Two latencies that are measured at once on one machine disturb each other. A process that measures for a batch holds the
-lock of `measuring`, so that jobs of several batches, workers or users do not measure at once.
+Two measurements of latency at the same time on one machine disturb each other. A process that measures for a batch
+holds the lock of `measuring`, so that jobs of several batches, workers or users do not measure at once.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class LockedError(OSError):
 
 @contextmanager
 def locked(path: Path, on_wait: Callable[[str], None] | None = None, *, mode: int = 0o644) -> Iterator[None]:
-    """Hold the lock of a file, which is created with this mode if it is missing.
+    """Hold the lock of a file, which is created with the permissions `mode` if it is missing.
 
-    `on_wait` is called once, with a few words about who holds the lock, before this waits for it. Without it, this does
-    not wait and raises LockedError. Locks of one process exclude each other, too. Raises OSError if the file cannot be
-    opened.
+    If another process holds the lock, `on_wait` is called once with a few words about this process, and `locked` waits.
+    Without `on_wait`, `locked` raises LockedError instead. Two threads of one process exclude each other, too. Raises
+    OSError if the file cannot be opened.
     """
     descriptor = _acquire(path, on_wait, mode)
     try:
         _sign(descriptor)
         yield
     finally:
-        # A process that was forked in the meantime has the descriptor, too, and would hold the lock if we only closed
-        # ours.
+        # A process that was forked in the meantime has the descriptor, too, and would hold the lock if this process
+        # only closed its own.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def _acquire(path: Path, on_wait: Callable[[str], None] | None, mode: int) -> int:
-    """A descriptor with the lock of the file. Locks again if the file was replaced while this waited."""
+    """A descriptor with the lock of the file. If the file was replaced during the wait, the new file is locked."""
     reported = False
     while True:
         descriptor = _opened(path, mode)
@@ -70,8 +70,8 @@ def _acquire(path: Path, on_wait: Callable[[str], None] | None, mode: int) -> in
 
 
 def measuring_lock() -> Path:
-    """The file of this machine's lock: the one that `VARIABLE` names, or one in the folder of temporary files. A child
-    process with another TMPDIR needs the variable."""
+    """The file of this machine's lock: the file that the environment variable `VARIABLE` names, or one in the folder of
+    temporary files. A child process with another TMPDIR needs the variable."""
     path = os.environ.get(VARIABLE)
     return Path(path) if path else Path(tempfile.gettempdir()) / _NAME
 
@@ -95,7 +95,7 @@ def _sign(descriptor: int) -> None:
     """Write this process's id into the lock file, for messages. A full disk does not matter."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-        return  # in a shared folder it may be a link to somebody's data
+        return  # in a shared folder the lock file may be a link to somebody's data
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -22,7 +22,7 @@ from typing import BinaryIO
 UNFINISHED = ".xrlflow-"
 # The prefix of the names of temporary folders.
 TEMPORARY = "xrlflow-"
-# The largest file that is read: protobuf allows no more, and an endless pipe would use up all memory.
+# The most bytes that are read of a file: protobuf allows no more, and an endless pipe would use up all memory.
 MAX_BYTES = 1 << 31
 _PART = 1 << 20
 
@@ -49,8 +49,8 @@ def read(path: Path) -> bytes:
 
 
 def cannot_write(path: Path, error: OSError, instead: str = "choose another output") -> str:
-    """Why a file cannot be written, and what to do, in one line: `instead`, but room for files in our own temporary
-    folders."""
+    """One line that says why a file cannot be written, and what to do: `instead`, or, in our own temporary folders, to
+    make room."""
     inside = os.path.relpath(os.path.abspath(path), os.path.abspath(tempfile.gettempdir()))
     if is_full(error) and inside.startswith(TEMPORARY):
         return no_room()
@@ -134,7 +134,7 @@ class NewFile:
             os.fsync(self.file.fileno())
 
     def replace(self, target: str) -> None:
-        """Take the place of the file `target` (see `destination`), if there is one."""
+        """Give this file the name `target` (see `destination`). A file of that name is replaced."""
         self._complete()
         with contextlib.suppress(FileNotFoundError):
             _like(self.file.fileno(), os.stat(target))
@@ -143,7 +143,8 @@ class NewFile:
             _sync(os.path.dirname(target))
 
     def claim(self, target: str) -> bool:
-        """Take the name `target` if it is free. Otherwise change nothing and return False."""
+        """Give this file the name `target` if no file has it, and return True. Otherwise change nothing and return
+        False."""
         self._complete()
         try:
             os.link(self._name, target)
@@ -168,7 +169,7 @@ class NewFile:
 
 
 def _sync(folder: str) -> None:
-    """Wait until the names in a folder have reached the disk, where the system can."""
+    """Wait until the names in a folder have reached the disk, if the system can do that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

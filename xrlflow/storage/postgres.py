@@ -20,7 +20,7 @@ SCHEMA = "xrlflow"
 """The schema of the database that has our tables."""
 _CREATING = 7_041_776_655
 """The number of the lock under which tables are created: any that no other program uses."""
-# A lost server is noticed soon. Parameters of the URL have priority.
+# Options of the connection by which a lost server is noticed soon. Parameters of the URL have priority.
 _CONNECTION = {
     "connect_timeout": "5", "application_name": "xrlflow", "keepalives_idle": "10", "keepalives_interval": "5",
     "keepalives_count": "3", "tcp_user_timeout": "15000",
@@ -39,8 +39,8 @@ _GRACE = 5.0
 
 
 class _Limited(psycopg.Connection[Row]):
-    """A connection that is cut if a reply takes longer than `limit` seconds: a server that hangs does not enforce its
-    own limits, and its machine still acknowledges packets."""
+    """A connection that is closed if a reply takes longer than `limit` seconds. A server that hangs does not enforce
+    its own limits, and its machine still acknowledges packets, so that only the client can notice."""
 
     limit = 60.0
 
@@ -61,15 +61,15 @@ class _Limited(psycopg.Connection[Row]):
 class SharedServer:
     """Tables in the schema `xrlflow` of a database, which are created if they are missing.
 
-    When `write` returns, the row is committed, or it is pending in memory, with a warning: then it can be read, and is
-    written when the server is back (`PendingRows`). The first connection (`check`) raises an error instead. Every
-    statement is a transaction of its own. Threads share a connection; a forked process opens its own.
+    When `write` returns, the row is committed on the server, or pending in memory after a warning. A pending row can be
+    read, and is written when the server is back (`PendingRows`). If the first connection (`check`) fails, an error is
+    raised. Every statement is a transaction of its own. Threads share a connection; a forked process opens its own.
     """
 
     def __init__(self, url: str, layout: Layout, patience: float, error_type: type[Exception]) -> None:
-        """`patience`: seconds that a statement waits for others. `error_type`: of errors, made from one line of text.
+        """`patience`: seconds that a statement waits for others. `error_type`: class of errors, called with a line.
 
-        Raises it if the URL cannot be parsed.
+        Raises `error_type` if the URL cannot be parsed.
         """
         self._layout, self._patience, self._error_type = layout, patience, error_type
         parameters = _parsed(url)
@@ -101,14 +101,14 @@ class SharedServer:
                     ) from None
 
     def read(self, statement: str, values: Row) -> list[Row]:
-        """Rows of the server, then those that are not yet written."""
+        """Rows of the server, then those that are still pending."""
         with self._lock:
             self._adopt()
             rows: list[Row] = []
             if (connection := self._connected()) is not None:
                 try:
                     rows += connection.execute(_marked(statement), values).fetchall()
-                except (psycopg.DataError, UnicodeError):  # the server has no such text
+                except (psycopg.DataError, UnicodeError):  # text that no row of the server can contain
                     pass
                 except psycopg.Error as error:
                     self._complain(error)
@@ -124,7 +124,7 @@ class SharedServer:
                 self._pending.keep(statement, values)
 
     def close(self) -> None:
-        """Write what is not yet written, if that is possible now, and report what is lost."""
+        """Write all pending rows, if that is possible now; warn about rows that are lost. Close the connection."""
         with self._lock:
             if self._process == os.getpid():
                 self._pending.hurry()
@@ -158,7 +158,7 @@ class SharedServer:
                 odd += 1
             except (
                 psycopg.Error
-            ) as other:  # rows that are written are not written twice: their keys are taken
+            ) as other:  # a row that is on the server already is not inserted twice, since its key exists
                 self._complain(other)
                 return
         warnings.warn(
@@ -185,7 +185,8 @@ class SharedServer:
         return self._connection
 
     def _connect(self) -> psycopg.Connection[Row]:
-        """Raises psycopg.Error, also if the tables are of another version."""
+        """Open a connection and create missing tables. Raises psycopg.Error, also if the tables are of another
+        version."""
         connection = _Limited.connect(self._conninfo, autocommit=True, prepare_threshold=None)
         try:
             milliseconds = str(max(round(self._patience * 1000), 1))
@@ -219,7 +220,7 @@ class SharedServer:
 
     def _create(self, connection: psycopg.Connection[Row]) -> None:
         with connection.transaction():
-            # One after the other: CREATE ... IF NOT EXISTS fails if two do it at once.
+            # Clients create tables one after the other: CREATE ... IF NOT EXISTS fails if two run it at once.
             connection.execute("SELECT pg_advisory_xact_lock(%s)", (_CREATING,))
             if connection.execute("SELECT to_regnamespace(%s)", (SCHEMA,)).fetchone() == (None,):
                 connection.execute(f"CREATE SCHEMA {SCHEMA}")
@@ -234,7 +235,7 @@ class SharedServer:
             )
 
     def _complain(self, error: psycopg.Error) -> None:
-        """Handle the error of a statement: drop a lost connection, and warn."""
+        """Handle the error of a statement: close a lost connection, and warn."""
         missing = isinstance(error, (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName))
         if self._connection is not None and (missing or self._connection.closed):
             self._drop()  # the next connection creates tables that were removed
@@ -255,10 +256,10 @@ class SharedServer:
 
 
 def _parsed(url: str) -> dict[str, str] | None:
-    """The parts of a URL; None if it cannot be parsed, or if a password might be among the parts that messages show.
+    """The parts of a URL; None if it cannot be parsed, or if parts that messages show might contain a password.
 
-    An unescaped @, / or ? in a password would be read as the beginning of a host and port. For the same reason no error
-    gives details.
+    An unescaped @, / or ? in a password would be read as the beginning of a host and port. For the same reason errors
+    give no details.
     """
     if not re.fullmatch(r"[^:]+://([^@/?]*@)?[^@]*", url):
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-_SWITCHING = 1.0  # the least seconds to wait for another process that opens the file for the first time
+_SWITCHING = 1.0  # wait at least so many seconds while another process opens the file for the first time
 _RETRY = 30.0  # seconds between attempts to write to a disk that fails
 
 Row: TypeAlias = tuple[Any, ...]
@@ -21,9 +21,9 @@ Row: TypeAlias = tuple[Any, ...]
 class Layout:
     """The tables of a file."""
 
-    schema: tuple[str, ...]  # statements that create them
+    schema: tuple[str, ...]  # statements that create the tables
     version: int
-    table: str  # the name of one of them
+    table: str  # the name of one of the tables
     put: str  # the beginning of statements that insert a measurement
 
 
@@ -55,7 +55,7 @@ def connect(path: Path | str, layout: Layout, patience: float = 0.0) -> sqlite3.
             raise sqlite3.DatabaseError(f"version {version}, and {layout.version} is wanted")
         _write_ahead(connection, max(patience, _SWITCHING))
         connection.execute("PRAGMA synchronous = NORMAL")
-        if version == 0 or not tables:  # a copy of an empty file may have the version alone
+        if version == 0 or not tables:  # a copy of an empty file may have the version and no tables
             # One transaction, so that only one of two processes creates the tables.
             connection.execute("BEGIN IMMEDIATE")
             for statement in layout.schema:
@@ -69,7 +69,7 @@ def connect(path: Path | str, layout: Layout, patience: float = 0.0) -> sqlite3.
 
 
 def file_number(path: Path) -> int | None:
-    """A number that distinguishes a file from a later one of its name; None if there is no file."""
+    """A number that distinguishes a file from a later file of the same name; None if there is no file."""
     try:
         return path.stat().st_ino
     except OSError:
@@ -79,7 +79,7 @@ def file_number(path: Path) -> int | None:
 def set_aside(path: Path, number: int | None) -> None:
     """Rename a damaged database and the files that belong to it to `.damaged`. Raises OSError.
 
-    `number` is the `file_number` of the damaged one. If another process has begun a new file, nothing is renamed.
+    `number` is the `file_number` of the damaged database. If another process has begun a new file, nothing is renamed.
     """
     if file_number(path) != number:
         return
@@ -93,7 +93,8 @@ def set_aside(path: Path, number: int | None) -> None:
 
 
 def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
-    """Switch a file to the write-ahead log. SQLite does not wait by itself if two processes do this at once."""
+    """Switch a file to the write-ahead log. If two processes switch at once, SQLite does not wait by itself; this
+    does."""
     until = time.monotonic() + patience
     while True:
         try:
@@ -108,7 +109,7 @@ def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
 class PendingRows:
     """Rows that could not be written yet. They can be read, and are written as soon as that is possible.
 
-    `location`: of the store, for messages. The first failure is a warning.
+    `location`: where the store is, for messages. The first failure to write is a warning.
     """
 
     def __init__(self, location: str, layout: Layout) -> None:
@@ -120,12 +121,12 @@ class PendingRows:
 
     @property
     def may_try(self) -> bool:
-        """Whether the last failure, if there was one, is some time ago."""
+        """Whether a write may be tried: none has failed in the last seconds."""
         return time.monotonic() >= self._retry
 
     @property
     def due(self) -> bool:
-        """Whether there is something to write, and it may be tried."""
+        """Whether there are pending rows, and a write may be tried."""
         return bool(self.rows) and self.may_try
 
     def read(self, statement: str, values: Row) -> list[Row]:
@@ -150,7 +151,7 @@ class PendingRows:
             )
 
     def hurry(self) -> None:
-        """Try again now."""
+        """Allow the next write to be tried at once."""
         self._retry = 0.0
 
     def clear(self) -> None:
@@ -171,7 +172,7 @@ class PendingRows:
         self.clear()
 
     def after_fork(self) -> list[sqlite3.Connection | None]:
-        """Forget the rows, which the parent writes. Returns a connection that must not be closed."""
+        """Forget the rows, which the parent process writes. Returns a connection that must not be closed."""
         connection, self._memory, self.rows = self._memory, None, []
         return [connection]
 
@@ -180,9 +181,9 @@ class SharedFile:
     """A file that processes and threads share (write-ahead log, one statement per write).
 
     - The program's own file: if it is damaged or of another version, there is a warning, the file is renamed to
-      `.damaged`, and a new one is begun.
-    - A file that the user named: if it is something else, it is refused on first use. If it is damaged later, it is
-      treated like the program's own.
+      `.damaged`, and a new file is begun.
+    - A file that the user named: if it is no store, it is refused on first use. If it is damaged later, it is treated
+      like the program's own file.
     - If the disk is full, or the file is locked or read-only, there is one warning. Rows of the file can still be read.
       New rows are kept in memory and written as soon as possible. `close` reports those that could never be written.
     """
@@ -192,7 +193,7 @@ class SharedFile:
     ) -> None:
         """`patience`: seconds that a statement waits for another process.
 
-        `error_type`: of the error, made from one line of text, for a file that the user named and that is no store.
+        `error_type`: the class of the error, called with one line, if the user named the file and it is no store.
         None: the file is the program's own.
         """
         self.path, self._layout, self._patience = path, layout, patience
@@ -212,7 +213,7 @@ class SharedFile:
             self._opened()
 
     def read(self, statement: str, values: Row) -> list[Row]:
-        """Rows of the file, then those that are not yet written."""
+        """Rows of the file, then those that are still pending."""
         with self._lock:
             self._adopt()
             rows: list[Row] = []
@@ -296,8 +297,8 @@ class SharedFile:
         return connection
 
     def _open_to_read(self) -> sqlite3.Connection | None:
-        """The file opened for reading, if it is ours but read-only."""
-        for manner in ("mode=ro", "immutable=1"):  # the second if not even a lock file can be written
+        """A connection to the file for reading only, if it is a store and read-only; else None."""
+        for manner in ("mode=ro", "immutable=1"):  # `immutable` if not even a lock file can be written
             try:
                 connection = sqlite3.connect(
                     f"{self.path.absolute().as_uri()}?{manner}",
@@ -318,7 +319,7 @@ class SharedFile:
         return None
 
     def _complain(self, error: Exception) -> None:
-        """Handle a failure of the disk: warn, and wait less from now on."""
+        """Handle a failure of the disk: warn, and let later statements wait less."""
         if self._disk is not None:
             self._disk.execute("PRAGMA busy_timeout = 100")  # after one long wait, later ones are short
         self._pending.failed(error, stacklevel=6)

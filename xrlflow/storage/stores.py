@@ -52,10 +52,10 @@ class Storage(Protocol):
 def open_storage(
     where: Where, default: Path, layout: Layout, patience: float, error_type: type[Exception] | None = None
 ) -> Storage:
-    """The store `where`; None: the server of the environment variable, or the file `default`.
+    """The store `where`; if `where` is None, the server of the environment variable, or else the file `default`.
 
-    It is opened on first use. `patience`: seconds that a statement waits for another process. `error_type`: for a file
-    that the user named (see `SharedFile`). Raises StoreError for an invalid URL.
+    The store is opened on first use. `patience`: seconds that a statement waits for another process. `error_type`: the
+    class of errors for a file that the user named (see `SharedFile`). Raises StoreError for an invalid URL.
     """
     server = server_of(where)
     if server is not None:
