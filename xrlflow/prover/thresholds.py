@@ -159,7 +159,7 @@ class _Collector:
     types: bool
     integers: set[int] = field(default_factory=set)
     visited: dict[int, Any] = field(default_factory=dict)
-    """Visited values by `id`. This reference to the value prevents that another object gets the same `id`."""
+    """Visited values by `id`. The reference keeps the value alive, so that its `id` stays unique."""
 
     def collect(self, value: Any) -> None:
         """Add the integers in a value: a number, a table, or a function and everything to which it refers."""
