@@ -9,7 +9,7 @@ from functools import cache
 import onnx
 import onnx.defs
 
-from xrlflow.ir import Attr, Attrs, TensorType
+from xrlflow.ir import Attr, Attrs, DType, TensorType
 
 # The canonical opset. ONNX Runtime 1.31 reads up to 26, and 23 is the newest that all its kernels support.
 OPSET = 23
@@ -144,12 +144,17 @@ _AXIS = frozenset(
 )
 
 
+# The types for which a Cast's `saturate` means something: those of 4 and 8 bits.
+_SATURATING = frozenset(range(int(DType.FLOAT8E4M3FN), int(DType.FLOAT8E8M0) + 1))
+
+
 def canonical_attrs(op: str, attrs: Mapping[str, Attr], inputs: Sequence[TensorType | None]) -> Attrs:
     """Attributes in canonical form, as rules see them: without those that equal a default.
 
     Also left out are defaults that the specification states but no schema has: strides and dilations of 1, pads of 0,
     `auto_pad` VALID, a convolution's `kernel_shape` that repeats its weight's shape, the reversing permutation of a
-    Transpose. An `axis` counts from the front if the rank is known.
+    Transpose; and a Cast's `saturate` where ONNX gives it no meaning, and ONNX Runtime refuses it. An `axis` counts
+    from the front if the rank is known.
     """
     if not attrs:
         return Attrs()
@@ -179,6 +184,8 @@ def canonical_attrs(op: str, attrs: Mapping[str, Attr], inputs: Sequence[TensorT
         perm = out.get("perm")
         if isinstance(perm, tuple) and perm == tuple(range(len(perm)))[::-1]:
             del out["perm"]
+    elif op == "Cast" and out.get("to") not in _SATURATING:
+        out.pop("saturate", None)
     return Attrs(out)
 
 
