@@ -249,6 +249,21 @@ def test_a_node_that_does_not_fit_is_a_border() -> None:
     assert cut(graph, lambda node: False) == []
 
 
+def test_what_makes_weights_belongs_to_their_reader() -> None:
+    """Behind a border, too; not if two regions read them, or they are read outside."""
+    text = (
+        "(float[2] x) => (float[2] y, float[2] k) "
+        "<float16[2] a = {1, 2}, float16[2] b = {3, 4}, float16[2] c = {5, 6}> "
+        "{ u = Cast<to=1>(a) v = Cast<to=1>(b) w = Neg(v) k = Cast<to=1>(c) p = Add(x, w) q = Mul(p, u) e = Erf(q) "
+        "r = Sub(e, u) s = Add(r, k) y = Exp(s) }"
+    )
+    graph = parsed(text).graph
+    first, second = cut(graph, refused("Erf"))
+    assert [graph.node[i].output[0] for i in first.nodes] == ["v", "w", "p", "q"]
+    assert [graph.node[i].output[0] for i in second.nodes] == ["r", "s", "y"]
+    assert first.weights == ("b",)
+
+
 def test_parts_that_are_not_connected_are_regions_of_their_own() -> None:
     """They may read the same input or weight."""
     graph = parsed(

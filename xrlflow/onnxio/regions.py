@@ -41,7 +41,7 @@ _OVERRIDABLE = 4
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a graph that becomes one operator."""
+    """A part of a graph."""
 
     nodes: tuple[int, ...]  # indices of nodes in the graph, ascending
     inputs: tuple[str, ...]  # values computed outside that the nodes read
@@ -115,21 +115,54 @@ def cut(graph: GraphProto, fits: Callable[[NodeProto], bool], *, minimum: int = 
 
     A node that does not fit is a border. A node's level is the largest number of borders on a path to it. The regions
     are the connected parts of each level. They are convex, because a path that leaves a level only reaches higher
-    levels.
+    levels. Nodes that make weights of constants are no borders, and belong to the only region that reads the weights.
     """
+    making = _made_of_weights(graph)
     level: dict[str, int] = {}
     levels: dict[int, list[int]] = {}
     for i, node in enumerate(graph.node):
+        if i in making:
+            continue
         deepest = max((level.get(name, 0) for name in names_read(node)), default=0)
         inside = fits(node)
         if inside:
             levels.setdefault(deepest, []).append(i)
         for name in node.output:
             level[name] = deepest + (not inside)
-    regions = [region_of(graph, part) for nodes in levels.values() for part in _connected(graph, nodes)]
+    parts = [part for nodes in levels.values() for part in _connected(graph, nodes)]
+    _take_weights(graph, parts, [i for i in making if fits(graph.node[i])])
+    regions = [region_of(graph, part) for part in parts]
     return sorted(
         (r for r in regions if len(r.nodes) >= minimum and r.outputs), key=lambda region: region.nodes
     )
+
+
+def _take_weights(graph: GraphProto, parts: Sequence[list[int]], making: Sequence[int]) -> None:
+    """Add nodes that make weights to the part that alone reads what they make."""
+    home = {i: part for part in parts for i in part}
+    readers: dict[str, list[int]] = {value.name: [-1] for value in graph.output}  # -1: outside of all parts
+    for i, node in enumerate(graph.node):
+        for name in names_read(node):
+            readers.setdefault(name, []).append(i)
+    for i in reversed(making):
+        first, *others = [
+            home.get(reader) for name in graph.node[i].output for reader in readers.get(name, [-1])
+        ]
+        if first is not None and all(other is first for other in others):
+            first.append(i)
+            home[i] = first
+
+
+def _made_of_weights(graph: GraphProto) -> list[int]:
+    """The positions of nodes that read weights alone, or what is made of weights alone."""
+    made = {tensor.name for tensor in graph.initializer} - {value.name for value in graph.input}
+    making = []
+    for i, node in enumerate(graph.node):
+        read = names_read(node)
+        if read and read <= made:
+            making.append(i)
+            made.update(node.output)
+    return making
 
 
 def _connected(graph: GraphProto, nodes: Sequence[int]) -> list[list[int]]:

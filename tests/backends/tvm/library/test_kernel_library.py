@@ -542,6 +542,28 @@ def test_a_kernel_that_needs_the_runtime_of_tvm_is_refused() -> None:
         kernel_library({"Region_0": region}, machine)
 
 
+def test_weights_of_float16_are_cast_when_kernels_are_compiled(tmp_path: Path) -> None:
+    """The Casts are in the region, and the file keeps float16."""
+    model = parsed(
+        "(float16[4,64] x) => (float16[4,32] y) "
+        "{ a = Cast<to=1>(x) v = Cast<to=1>(w) p = MatMul(a, v) r = Relu(p) y = Cast<to=10>(r) }"
+    )
+    weights = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float16)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
+    found = hybrid(model, {}, detect(None, 2, None))
+    assert found.nodes == 3
+    assert found.regions[0].inputs == ("a",)
+    found.save(tmp_path / "m.onnx")
+    assert (tmp_path / "m.onnx").stat().st_size < 3 * weights.size
+    x = np.random.default_rng(1).standard_normal((4, 64)).astype(np.float16)
+    wanted = np.maximum(x.astype(np.float64) @ weights.astype(np.float64), 0.0)
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(tmp_path / "m.so"))
+    for chosen in (options, ort.SessionOptions()):
+        (got,) = ort.InferenceSession(tmp_path / "m.onnx", chosen).run(None, {"x": x})
+        np.testing.assert_allclose(got.astype(np.float64), wanted, rtol=2**-10, atol=2**-10)
+
+
 def test_an_input_of_any_number_of_dimensions_is_refused() -> None:
     """Like the model, the compiled file would have to run for any number of dimensions."""
     model = parsed(TEXTS["symbolic"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import onnx
@@ -68,7 +69,7 @@ _MOVES = frozenset(
     | {"GatherElements", "GatherND", "Identity", "Pad", "Reshape", "Shape", "Size", "Slice", "SpaceToDepth"}
     | {"Split", "Squeeze", "Tile", "TopK", "Transpose", "Unsqueeze", "Where"}
 )
-_FLOAT, _BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.BOOL
+_FLOAT, _BOOL, _HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.BOOL, onnx.TensorProto.FLOAT16
 _WHOLE = frozenset(
     {onnx.TensorProto.INT8, onnx.TensorProto.INT16, onnx.TensorProto.INT32, onnx.TensorProto.INT64}
     | {onnx.TensorProto.UINT8, onnx.TensorProto.UINT16, onnx.TensorProto.UINT32, onnx.TensorProto.UINT64}
@@ -246,7 +247,7 @@ def _compiled(
     Raises BackendError if no part can be lowered.
     """
     types = types_of(model, {})
-    fits = _fitting(types)
+    fits = _fitting(types, {tensor.name for tensor in model.graph.initializer})
     parts = [whole] if all(map(fits, model.graph.node)) and whole.nodes else cut(model.graph, fits)
     regions: dict[str, Region] = {}
     kernels: dict[str, CompiledRegion] = {}
@@ -336,11 +337,14 @@ def open_inputs(model: ModelProto, requested: Sequence[Mapping[str, Sequence[int
     return opened
 
 
-def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
+def _fitting(
+    types: Mapping[str, TypeProto], weights: AbstractSet[str] = frozenset()
+) -> Callable[[NodeProto], bool]:
     """A function that says whether a node can be in a region. The node must be a supported operator on tensors of fixed
     sizes and of floats in single precision, and must not be marked for ONNX Runtime.
 
-    Integers and booleans may be moved, compared and converted.
+    Integers and booleans may be moved, compared and converted. `weights` of float16 are converted when the region is
+    compiled.
     """
 
     def fits(node: NodeProto) -> bool:
@@ -351,7 +355,10 @@ def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
         if node.op_type == "Dropout" and len(node.input) > 2:  # its third input may make it random
             return False
         results = [name for name in node.output if name]
-        if not all(name in types and _is_fixed(types[name]) for name in (*names_read(node), *results)):
+        read = names_read(node)
+        if node.op_type == "Cast" and read <= weights and types[node.input[0]].tensor_type.elem_type == _HALF:
+            read = set()
+        if not all(name in types and _is_fixed(types[name]) for name in (*read, *results)):
             return False
         if node.op_type == "TopK" and types[node.input[0]].tensor_type.elem_type not in _ORDERED:
             return False
