@@ -16,6 +16,7 @@ from rewrite_rules import (
     microsoft,
     movement,
     normalisation,
+    precision,
     recurrent,
     reduction,
     reshape,
@@ -53,7 +54,7 @@ _MODULES = (
         exporter_cleanup,
         logic,
     ),
-    *(weights_algebra, microsoft, expansion, substitutes),
+    *(weights_algebra, microsoft, expansion, substitutes, precision),
 )
 
 LIBRARY: tuple[AnyRule, ...] = tuple(rule for module in _MODULES for rule in declared_in(module))

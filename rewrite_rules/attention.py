@@ -1,4 +1,4 @@
-"""Rules by which attention and rotary embeddings, written with several operators, become ONNX's own operators."""
+"""Decomposed scaled dot-product attention and rotary embeddings become ONNX's own operators."""
 
 from __future__ import annotations
 

@@ -195,3 +195,26 @@ def test_bindings_decide_what_symbols_cost() -> None:
         return price("MatMul", [t("seq", 512), t(512, 512, const=True)], t("seq", 512), model=model)
 
     assert cost(1024) > 10 * cost(16)
+
+
+def half(op: str, ins: list[TensorType], *outs: TensorType) -> float:
+    """The price of an operator in float16."""
+    return price(op, [replaced(x) for x in ins], *map(replaced, outs))
+
+
+def replaced(type: TensorType) -> TensorType:
+    return TensorType(DType.FLOAT16, type.shape, type.const)
+
+
+def test_float16_without_a_kernel_costs_the_casts_that_the_runtime_adds() -> None:
+    x = t(1, 64, 56, 56)
+    there = price("Cast", [replaced(x)], x, to=int(DType.FLOAT))
+    back = price("Cast", [x], replaced(x), to=int(DType.FLOAT16))
+    assert half("Sigmoid", [x], x) == pytest.approx(price("Sigmoid", [x], x) + there + back)
+    weights = t(64, 64, 3, 3, const=True)
+    assert half("Conv", [x, weights], x) == pytest.approx(price("Conv", [x, weights], x) + there + back)
+
+
+def test_moving_float16_costs_half() -> None:
+    x = t(64, 512, 512)
+    assert half("Transpose", [x], x) == pytest.approx(price("Transpose", [x], x) / 2, rel=0.05)

@@ -9,6 +9,8 @@ adjusted to ONNX Runtime's CPU kernels:
 - A grouped convolution runs in blocks only if its channels per group are a multiple of the lanes. Otherwise it is one
   small matrix product per group and reaches a fraction of the peak rate; the fewer channels, the less.
 - Small calls run on one thread, since waking the other threads takes longer than they save.
+- Where there is no kernel for float16, the runtime casts to float32 before the operator and back behind it. It casts
+  constants once, when it loads the model.
 - Data that exceeds the cache streams from memory. A product of few rows is then bound by its weights.
 
 The roofline does not see fusion. ONNX Runtime fuses activations with convolutions and biases with products; in this
@@ -20,12 +22,15 @@ end, measurements of whole models decide.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil, fsum, log
 
+from xrlflow.backends.onnxruntime.kernels import supports
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.model import AdditiveCost, InTypes
-from xrlflow.ir import Graph, Node
+from xrlflow.ir import ABSENT, NO_ATTRS, DType, Graph, Node, TensorType
+from xrlflow.ops.schema import split_op
 from xrlflow.ops.work import OpKind, Work, bodies, work
 
 # Starting a product's inner loop (loading and storing the block of results) takes as long as this many steps of the
@@ -50,7 +55,31 @@ class Roofline(AdditiveCost):
         inside = list(bodies(node, in_types, self.bindings, graph.leaves.consts))
         if inside:
             return self.machine.overhead + fsum(t * (self.machine.overhead + self.cost(b)) for b, t in inside)
-        return seconds(work(node, in_types, self.bindings), self.machine)
+        if not any(t is not None and t.dtype == DType.FLOAT16 for t in (*in_types, *node.types)):
+            return seconds(work(node, in_types, self.bindings), self.machine)
+        return self._price_of_half(node, in_types)
+
+    def _price_of_half(self, node: Node, in_types: InTypes) -> float:
+        """The price of a node that reads or writes float16, with the Casts that the runtime adds."""
+        types = [t for t in (*in_types, *node.types) if t is not None]
+        domain, name = split_op(node.op)
+        used = {t.dtype.name.lower() for t in types if t.dtype != DType.UNDEFINED}
+        if supports(name, domain, used):
+            return seconds(work(node, in_types, self.bindings), self.machine)
+        wide = replace(node, types=tuple(map(_widened, node.types)))
+        widened = [None if t is None else _widened(t) for t in in_types]
+        price = seconds(work(wide, tuple(widened), self.bindings), self.machine)
+        return price + fsum(self._cast(t) for t in types if t.dtype == DType.FLOAT16 and not t.const)
+
+    def _cast(self, type: TensorType) -> float:
+        """The price of a Cast from float16 to float32, or back."""
+        cast = Node("Cast", (ABSENT,), (ABSENT,), (_widened(type),), NO_ATTRS)
+        return seconds(work(cast, (type,), self.bindings), self.machine)
+
+
+def _widened(type: TensorType) -> TensorType:
+    """The type with float32 for float16."""
+    return TensorType(DType.FLOAT, type.shape, type.const) if type.dtype == DType.FLOAT16 else type
 
 
 def seconds(w: Work, machine: Machine) -> float:

@@ -26,7 +26,7 @@ SMALL = 1024
 
 
 class TensorHandle(Protocol):
-    """Access to a constant's data, which may still be on disk."""
+    """A constant's data, possibly still on disk."""
 
     def numpy(self) -> npt.NDArray[Any]: ...
 
@@ -216,9 +216,7 @@ class Graph:
         return total & FINGERPRINT_MASK
 
     def to_networkx(self) -> networkx.MultiDiGraph:
-        """The graph for analysis and drawing. Its nodes are node ids, inputs and constants; its edges are the values
-        between them.
-        """
+        """The graph for analysis and drawing: nodes are node ids, inputs, constants; edges carry values."""
         import networkx
 
         out = networkx.MultiDiGraph()

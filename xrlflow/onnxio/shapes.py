@@ -1,4 +1,4 @@
-"""Gives names to a model's dynamic dimensions, and finds their sizes."""
+"""Names and sizes of a model's dynamic dimensions."""
 
 from __future__ import annotations
 

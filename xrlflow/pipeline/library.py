@@ -216,6 +216,7 @@ def list_rules(names: Sequence[str] = (), own: Path | None = None) -> list[dict[
             "relies_on": r.relies_on,
             "assumes": r.assumes,
             "may_round_inputs": r.may_round_inputs,
+            "rounds_once": r.rounds_once,
             "may_lose_errors": list(r.may_lose_errors),
             "composite_of": list(r.composite_of),
         }

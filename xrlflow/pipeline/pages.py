@@ -169,6 +169,8 @@ def _texts(names: set[str], result: Result) -> Iterator[RuleText]:
             proof = f"{proof}; it assumes: {rule.assumes}"
         if rule.may_round_inputs:
             proof = f"{proof}; it may lose digits that cancel"
+        if rule.rounds_once:
+            proof = f"{proof}; it rounds to float16 once, the original in between, too"
         if rule.may_lose_errors:
             proof = (
                 f"{proof}; it may have a value where the original fails: {', '.join(rule.may_lose_errors)}"

@@ -22,6 +22,7 @@ from xrlflow.ops.subgraph import NotStandalone, input_name, model_of
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.degrees import Degrees, chance
 from xrlflow.prover.draw import weighted, weights
+from xrlflow.prover.half import exact_within, rounded_results
 from xrlflow.prover.machine import MACHINE, evaluation, integers, round_to
 from xrlflow.prover.prime import PRIMES, PrimeField, ZeroDenominator
 from xrlflow.prover.sketch import Problem
@@ -52,12 +53,12 @@ _EXACT_OPERATORS = frozenset({"Add", "Sub", "Mul", "Neg", "MatMul", "ReduceSum",
 
 
 class ProofBuilder(GraphBuilder):
-    """Traces a target. Constants that rounding would change are not folded; the proof evaluates them instead."""
+    """Traces a target. Constants that folding would round are not folded; the proof evaluates them instead."""
 
     def constant(self, data: Any, dtype: DType | None = None) -> Val:
-        """Make a constant. If a Python number becomes float16 or bfloat16, it keeps its float32 digits.
+        """Make a constant. A Python number as float16 or bfloat16 keeps its float32 digits.
 
-        A proof ignores the rounding to these types, so the number is rounded only if that makes it 0 or infinite.
+        A proof ignores the rounding of these types, so the number is rounded only if that makes it 0 or infinite.
         """
         result = super().constant(data, dtype)
         if dtype not in (DType.FLOAT16, DType.BFLOAT16) or not isinstance(data, (int, float)):
@@ -93,7 +94,7 @@ class ProofBuilder(GraphBuilder):
 
 
 class Wrong(Exception):
-    """The two sides of a case differ. The message says where."""
+    """The two sides of a case differ; the message says where."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +117,15 @@ class Case:
         if match.pattern is None:
             return frozenset(match.binding.outputs)
         return frozenset(match.nodes[o.node.index].outputs[o.index] for o in match.pattern.outputs)
+
+
+@lru_cache(maxsize=64)
+def sides(case: Case) -> tuple[Graph, Graph]:
+    """The two graphs of a case as the proof computes them: see `half` for rules that round once."""
+    if not case.match.rule.rounds_once:
+        return case.before, case.after
+    left = exact_within(case.before, case.match.nodes, case.replaced)
+    return left, rounded_results(case.after, case.edit.added)
 
 
 def find_cases(library: Library, problem: Problem) -> tuple[list[Case], list[Refused]]:
@@ -248,7 +258,7 @@ def draw_feeds(
         elif wide and value not in positions and numpy_dtype(type.dtype).kind in "iu":
             feeds[value] = integers(rng, shape, numpy_dtype(type.dtype))
         else:
-            # Indices are sometimes negative (counted from the back) or out of range.
+            # Sometimes an index counts from the back, or is out of range.
             low, high = (-4, 8) if rng.random() < 0.25 else (0, 4)
             feeds[value] = rng.integers(low, high, shape).astype(numpy_dtype(type.dtype))
     return feeds
@@ -290,8 +300,9 @@ def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], lis
 
     Raises NotEvaluable, ZeroDenominator, Unusable if the left side fails, and Wrong if only the right side fails.
     """
+    before, after = sides(case)
     try:
-        left = evaluation(case.before).run(feeds, field)
+        left = evaluation(before).run(feeds, field)
     except (NotEvaluable, ZeroDenominator):
         raise
     except Exception as error:  # NumPy may raise anything for inputs that do not fit
@@ -299,7 +310,7 @@ def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], lis
     if any(a.size > _MOST_ELEMENTS for a in left):  # the sizes of an output depend on the inputs' numbers
         raise Unusable("it is too large")
     try:
-        return left, evaluation(case.after).run(feeds, field)
+        return left, evaluation(after).run(feeds, field)
     except (NotEvaluable, ZeroDenominator):
         raise
     except Exception as error:
@@ -581,7 +592,7 @@ class RuntimeResult:
 
     @property
     def bits(self) -> float:
-        """How many bits of accuracy the right side loses (negative: gains); -inf if there are no float outputs."""
+        """The bits of accuracy that the right side loses (negative: gains); -inf without float outputs."""
         return max((math.log2(max(new, 1.0) / max(own, 1.0)) for own, new in self.errors), default=-math.inf)
 
     def joined(self, other: RuntimeResult) -> RuntimeResult:

@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from xrlflow.ir import FLOATS, INTEGERS, DType, Graph, Node, TensorType, mix
+from xrlflow.ir import FLOATS, INTEGERS, DType, Graph, TensorType
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.ops.field import Array
-from xrlflow.ops.schema import canonical_attrs
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.cases import (
     Case,
@@ -31,15 +30,17 @@ from xrlflow.prover.cases import (
     placing,
     says_where,
     shape_of,
+    sides,
     symbols,
 )
 from xrlflow.prover.draw import Draw
+from xrlflow.prover.half import rounded
 from xrlflow.prover.machine import MACHINE, evaluation, integers, round_to
 from xrlflow.prover.sketch import Problem, Sketch, Unbuildable, build
 from xrlflow.prover.variations import all_sizes, replace_dims, resize_to, with_dimension
 from xrlflow.rewrite import AnyRule
 
-# For each narrow type, the greatest number n so that it holds every integer up to n. (No dimension exceeds int32.)
+# For each narrow type the greatest number up to which it holds every integer. (No dimension exceeds int32.)
 HOLDS: Mapping[DType, int] = {
     DType.INT4: 7,
     DType.UINT4: 15,
@@ -132,9 +133,18 @@ def at_sizes(case: Case, draw: Draw) -> Iterator[Problem]:
             for at, type in enumerate(sketch.inputs):
                 for axis, dim in enumerate(type.shape or ()):
                     if isinstance(dim, int) and at not in sketch.hidden:
-                        yield from _built(with_dimension(sketch, at, axis, size))
+                        long = with_dimension(sketch, at, axis, size)
+                        yield from list(_built(long)) or _built(_thin(long, at, axis))
             for old in all_sizes(sketch):
                 yield from _built(resize_to(sketch, old, size, draw))
+
+
+def _thin(sketch: Sketch, at: int, axis: int) -> Sketch:
+    """The sketch with 1 for the other dimensions of an input than that of `axis`."""
+    for other in range(sketch.inputs[at].rank or 0):
+        if other != axis:
+            sketch = with_dimension(sketch, at, other, 1)
+    return sketch
 
 
 def _built(sketch: Sketch) -> Iterator[Problem]:
@@ -199,6 +209,7 @@ def check_ranges(case: Case, rng: np.random.Generator, rule: AnyRule) -> bool:
 
 def _checked(case: Case, types: frozenset[DType], rng: np.random.Generator, rule: AnyRule) -> bool:
     compared = False
+    before, after = sides(case)
     fillings: tuple[Filling, ...] = ("high", "low", "mixed", "mixed")
     if elements(case.problem) > _MOST_ELEMENTS:
         fillings = fillings[:2]
@@ -207,15 +218,9 @@ def _checked(case: Case, types: frozenset[DType], rng: np.random.Generator, rule
         if feeds is None:
             continue
         floats = [
-            v
-            for n in case.before.nodes()
-            if not n.const
-            for v, t in zip(n.outputs, n.types)
-            if t.dtype in _UNIT
+            v for n in before.nodes() if not n.const for v, t in zip(n.outputs, n.types) if t.dtype in _UNIT
         ]
-        inner = Graph.make(
-            case.before.topological(), case.before.inputs, (*case.before.outputs, *floats), case.before.leaves
-        )
+        inner = Graph.make(before.topological(), before.inputs, (*before.outputs, *floats), before.leaves)
         try:
             results = evaluation(inner).run(feeds, MACHINE)
         except NotEvaluable:
@@ -223,11 +228,11 @@ def _checked(case: Case, types: frozenset[DType], rng: np.random.Generator, rule
         except Exception:  # NumPy may raise anything for inputs that do not fit
             continue
         compared = True
-        count = len(case.before.outputs)
+        count = len(before.outputs)
         expected = results[:count]
-        _compare(expected, _right(case.after, feeds), _ROUNDED, rule)
-        fed = [(feeds[v], case.before.type(v).dtype) for v in feeds]
-        computed = zip(results[count:], (case.before.type(v).dtype for v in floats), strict=True)
+        _compare(expected, _right(after, feeds), _ROUNDED, rule)
+        fed = [(feeds[v], before.type(v).dtype) for v in feeds]
+        computed = zip(results[count:], (before.type(v).dtype for v in floats), strict=True)
         pairs = [(a, t) for a, t in (*fed, *computed) if t in _UNIT]
         if all(np.array_equal(round_to(a, t), a, equal_nan=True) for a, t in pairs):
             unit = max((_UNIT[t] for _, t in pairs), default=0.0)
@@ -252,22 +257,9 @@ def _compare(left: list[Array], right: list[Array], tolerance: float, rule: AnyR
 
 
 def rounding(graph: Graph) -> Graph:
-    """The graph, with a rounding of every float result to its type."""
-    nodes = list[Node]()
-    for node in graph.topological():
-        narrow = [t.dtype in _UNIT and not node.const for t in node.types]
-        outs = tuple(mix(v, 0x726F756E64) if n else v for v, n in zip(node.outputs, narrow))
-        exact = tuple(_double(t) if n else t for t, n in zip(node.types, narrow))
-        nodes.append(replace(node, outputs=outs, types=exact))
-        for value, out, type in zip(node.outputs, outs, node.types):
-            if value != out:
-                attrs = canonical_attrs("Cast", {"to": int(type.dtype)}, [_double(type)])
-                nodes.append(Node("Cast", (out,), (value,), (type,), attrs))
+    """The graph with every float result rounded to its type."""
+    nodes = [m for n in graph.topological() for m in rounded(n, frozenset(_UNIT))]
     return Graph.make(nodes, graph.inputs, graph.outputs, graph.leaves)
-
-
-def _double(type: TensorType) -> TensorType:
-    return TensorType(DType.DOUBLE, type.shape, type.const)
 
 
 def _filled(case: Case, filling: Filling, types: frozenset[DType], rng: np.random.Generator) -> Feeds | None:

@@ -18,7 +18,7 @@ import numpy as np
 from xrlflow.ir import FLOATS, DType, Graph
 from xrlflow.ops.evaluate import Evaluation, NotEvaluable
 from xrlflow.ops.field import Array
-from xrlflow.prover.cases import Case, Feeds, Unusable, Wrong, both_sides, draw_feeds, tried_bindings
+from xrlflow.prover.cases import Case, Feeds, Unusable, Wrong, both_sides, draw_feeds, sides, tried_bindings
 from xrlflow.prover.machine import MACHINE, Machine, evaluation, round_to
 from xrlflow.rewrite import AnyRule
 
@@ -219,11 +219,12 @@ def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: in
     feeds, left, right = draw
     # The left side's errors are those to be expected of any result (`always`), the right side's those that really
     # occur.
-    field, before = Rounding(rng, always=True), evaluation(case.before)
+    one, other = sides(case)
+    field, before = Rounding(rng, always=True), evaluation(one)
     declared = rule.may_round_inputs
     try:
         own = _errors(before, feeds, left, field, _SAMPLES)
-        new = _errors(evaluation(case.after), feeds, right, Rounding(rng, always=False), _SAMPLES)
+        new = _errors(evaluation(other), feeds, right, Rounding(rng, always=False), _SAMPLES)
         factor = _error_ratio((left, right), own, new)
         if factor <= MOST_LOST:
             return factor

@@ -128,7 +128,7 @@ class Regions:
                 self.below.setdefault((op, other), []).append(rule)
 
     def __iter__(self) -> Iterator[str]:
-        """The operators that the anchors of rules have."""
+        """The operators of anchors."""
         return iter(self.by_op)
 
     def demanded(self, node: Node, around: MatchSignature) -> list[RegionRule]:

@@ -81,7 +81,7 @@ class Lit:
 
 
 class Val:
-    """A value of the graph as `where` and `target` see it: its type, and its numbers if it is a small constant."""
+    """A value as `where` and `target` see it: its type, and its numbers if it is a small constant."""
 
     __slots__ = ("graph", "type", "value")
 
@@ -304,6 +304,9 @@ class _Declared:
     # each input would cost. This happens if a sum is grouped otherwise, or if x * (y - z) becomes x * y - x * z. It is
     # acceptable because inputs are mostly rounded results themselves. A rule that loses more must assume "approximate".
     may_round_inputs: ClassVar[bool] = False
+    # The left side rounds results in between to float16; the right side keeps them in float32, and equals the exact
+    # result rounded once. So a number that overflows in between stays one.
+    rounds_once: ClassVar[bool] = False
     # Errors of the left side where the right side may have a value: for sizes that do not fit together ("sizes"), for
     # an index or a size that is an operand and out of range ("indices").
     may_lose_errors: ClassVar[tuple[Literal["sizes", "indices"], ...]] = ()
@@ -337,7 +340,7 @@ class _Declared:
 
     @cached_property
     def equation(self) -> str:
-        """The rule as an equation: the first paragraph of its docstring."""
+        """The first paragraph of the docstring."""
         doc = inspect.cleandoc(type(self).__dict__.get("__doc__") or "")  # not an inherited docstring
         return " ".join(doc.partition("\n\n")[0].split())
 
@@ -554,9 +557,7 @@ AnyRule = Rule | RegionRule
 
 
 def declared_in(module: ModuleType) -> tuple[AnyRule, ...]:
-    """The rules that a module declares, in the module's order: an instance of each class whose name does not begin with
-    `_`.
-    """
+    """The rules that a module declares, in its order: an instance of each class whose name does not begin with `_`."""
     kinds = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, (Rule, RegionRule))]
     return tuple(c() for c in kinds if c.__module__ == module.__name__ and not c.__name__.startswith("_"))
 

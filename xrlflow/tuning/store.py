@@ -1,5 +1,4 @@
-"""Stores measurements of kernels on disk, so that a candidate of a tuning task is measured only once on a machine. Only
-the best candidates are measured repeatedly."""
+"""Measurements on disk. Each kernel of a task is measured once on a machine, and again if it is among the best."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 CONFIRMED = 4
-"""The number of measurements of a kernel whose median is reliable. (The least of many single times is low by
-chance.)"""
+"""With this many measurements, a median is reliable. (The least of many single times is low by chance.)"""
 _PATIENCE = 5.0  # seconds that a writer waits for another process
 _NO_TIME = 1e10  # the seconds that TVM writes for failures
 
@@ -52,7 +50,7 @@ _COLUMNS = "task, target, tvm, device, threads, candidate, trace, seconds, error
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The conditions, besides the kernel, on which its times depend.
+    """The conditions on which times depend besides the kernel.
 
     `target`: TVM's target as JSON (`tasks.target_text`). `tvm`: the version of the code generator, and whether kernels
     are timed with cold caches (`worker.Timing.flush`).
@@ -70,8 +68,7 @@ class Setting:
 
     @staticmethod
     def on(device: str | None, target: Target, threads: int, *, flushed: bool = False) -> Setting:
-        """A device by its name (None: this machine), with the TVM that is installed here and xrlflow's additions to
-        TVM."""
+        """A device by its name (None: this machine), with the TVM that is installed here and our additions to it."""
         return Setting(target_text(target), _version(flushed), device or cpu_name(), threads)
 
 
@@ -81,11 +78,10 @@ def _version(flushed: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One measurement of a candidate of a tuning task in one setting; in the results of `Store.best`, several
-    measurements together.
+    """One measurement of a candidate of a task in one setting, or several together (see `Store.best`).
 
-    `trace`: the choice that describes the candidate, as JSON. `seconds` is empty if there is an `error`. `taken`: when
-    it was measured, in seconds since 1970.
+    `trace`: the choice that describes the candidate, as JSON. `seconds` is empty if there is an `error`. `taken`: the
+    time of the measurement, in seconds since 1970.
     """
 
     task: str
@@ -98,7 +94,7 @@ class Record:
 
     @staticmethod
     def of(task: Task, setting: Setting, candidate: Candidate, outcome: Measurement) -> Record:
-        """The record of a measurement, with the present time as its time."""
+        """The record of a measurement that was made just now."""
         return Record(
             task=task.key,
             setting=setting,
@@ -111,14 +107,14 @@ class Record:
 
     @property
     def outcome(self) -> Measurement:
-        """The measurement in the type that tuners use."""
+        """The measurement, as tuners use it."""
         if self.seconds and all(0.0 < s < _NO_TIME for s in self.seconds):
             return Measurement(self.seconds)
         return Measurement(error=self.error or "it has no time")
 
     @property
     def digest(self) -> str:
-        """A key that is equal for two records that differ only in the time of measurement."""
+        """A key that is equal for measurements that only differ in the time at which they were made."""
         setting = self.setting
         where = (setting.target, setting.tvm, setting.device, setting.threads)
         what = (self.task, self.candidate, self.trace, self.seconds, self.error)
@@ -128,8 +124,8 @@ class Record:
 class Store:
     """Measurements in a SQLite file (see `SharedFile`) or on a server (see `SharedServer`).
 
-    The file in the user's cache directory belongs to xrlflow. If the caller names a file that is not a store, the first
-    access raises StoreError.
+    The file in the user's cache directory belongs to xrlflow. If a file is named that is not a store, the first access
+    raises StoreError.
     """
 
     def __init__(self, where: Where = None) -> None:
@@ -140,12 +136,11 @@ class Store:
         self.where = where
 
     def check(self) -> None:
-        """Open the store now. Raises StoreError for a named file that is not a store, and for a server that cannot be
-        used."""
+        """Open it now. Raises StoreError if it is a named file that is not a store, or a server that cannot be used."""
         self._file.check()
 
     def put(self, record: Record) -> None:
-        """Store a measurement. Of measurements that differ only in their time, one is stored."""
+        """Store a measurement. If measurements only differ in the time at which they were made, one is stored."""
         setting = record.setting
         values = (
             *(record.task, setting.target, setting.tvm, setting.device, setting.threads),
@@ -171,11 +166,11 @@ class Store:
     def best(
         self, task: str, count: int = 1, setting: Setting | None = None, *, least: int = 1
     ) -> list[Record]:
-        """The `count` fastest candidates of the task with this key, each once for a setting. If some candidates have at
-        least `least` measurements, only these candidates are returned.
+        """The fastest candidates of the task with this key, each once for a setting. Only candidates with at least
+        `least` measurements count, if there are any.
 
-        Candidates are ordered by the median of the medians of all their measurements; a returned record has the times
-        of all of them. A candidate that failed when it was last measured is left out.
+        Candidates are ordered by the median of the medians of all their measurements; the record has all times. A
+        candidate that failed when it was last measured is left out.
         """
         by_candidate: dict[tuple[str, Setting], list[Record]] = {}
         for record in self.records(task, setting):
@@ -209,7 +204,7 @@ class Store:
         return sum(int(count) for (count,) in self._file.read("SELECT count(*) FROM record", ()))
 
     def close(self) -> None:
-        """Write pending records, if that is possible now, and report records that are lost."""
+        """Write pending records, if that is possible now, and report those that are lost."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -225,7 +220,7 @@ class Store:
 
 
 def _text(value: object) -> str:
-    """Compact JSON. Floats are written exactly."""
+    """Compact JSON. Floats keep every bit."""
     return json.dumps(value, separators=(",", ":"))
 
 

@@ -10,33 +10,31 @@ import numpy as np
 from xrlflow.tuning.knobs import Candidate, Vector
 from xrlflow.tuning.space import DesignSpace
 
-# Design spaces of at most this size are listed in random order, so that a tuner knows when all kernels were proposed.
+# Spaces of at most this size are listed in random order, so that a tuner knows when nothing is left.
 _LISTED = 4096
-# In larger design spaces, a search for random new kernels stops after this many draws in a row without one.
+# In larger spaces, drawing stops after this many draws in a row without a new kernel.
 _PATIENCE = 200
 
 
 class Frontier:
-    """The new kernels of a design space: those that the tuner has not proposed, and of which it has got no measurement.
+    """The new kernels of a space: those that this tuner neither proposed nor was told a measurement of.
 
-    Kernels are equal if their keys are equal. If several vectors decode to the same kernel, the first one represents
-    it.
+    Kernels are equal if their keys are. If several vectors decode to the same kernel, the first one represents it.
     """
 
     def __init__(self, space: DesignSpace, generator: np.random.Generator) -> None:
         self.space, self._generator = space, generator
         self._keys: set[str] = set()
-        # Vectors that give no new kernel, because they are invalid, or because their kernel was claimed (proposed or
-        # measured).
+        # Vectors that give no new kernel: they are invalid, or their kernel was claimed.
         self._spent: set[Vector] = set()
         self._remaining: list[Vector] | None = None
 
     def new(self, vectors: Iterable[Vector], count: int) -> list[Candidate]:
-        """Decode vectors until there are `count` new kernels, or no vectors are left. The kernels remain new until
-        `claim` is called with them."""
+        """Decode vectors until there are `count` new kernels, or no vectors are left. The kernels remain new until they
+        are claimed."""
         new: dict[str, Candidate] = {}
         untried = (vector for vector in vectors if vector not in self._spent)
-        # At most as many vectors are decoded at a time as kernels are missing.
+        # Decode no more vectors at a time than kernels are missing.
         while batch := list(islice(untried, count - len(new))):
             for vector, candidate in zip(batch, map(self.space.decode, batch)):
                 if candidate is None or candidate.key in self._keys:
@@ -46,7 +44,7 @@ class Frontier:
         return list(new.values())
 
     def claim(self, candidates: Sequence[Candidate]) -> None:
-        """Record that these kernels are no longer new, since they are proposed or measured."""
+        """Record that these kernels are no longer new."""
         for candidate in candidates:
             self._keys.add(candidate.key)
             if candidate.vector is not None:
@@ -56,11 +54,11 @@ class Frontier:
         return candidate.key in self._keys
 
     def spent(self, vector: Vector) -> bool:
-        """Whether it is known that the vector gives no new kernel. False if the vector was not decoded yet."""
+        """Whether it is known that the vector gives no new kernel. False if it was not decoded yet."""
         return vector in self._spent
 
     def random(self, count: int) -> list[Candidate]:
-        """Claim and return `count` random new kernels, or fewer if no more can be found."""
+        """At most `count` random new kernels. They are claimed. There are fewer if no more can be found."""
         proposed: list[Candidate] = []
         if self.space.size <= _LISTED:
             if self._remaining is None:

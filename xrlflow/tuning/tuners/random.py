@@ -1,4 +1,4 @@
-"""Random search, with which the other methods are compared."""
+"""Random search, the baseline of the other methods."""
 
 from __future__ import annotations
 
