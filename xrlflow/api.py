@@ -89,7 +89,7 @@ UserError = CORRECTABLE
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The results of several strategies on one model."""
+    """The results of several search strategies on one model."""
 
     results: tuple[Result, ...]
 
@@ -137,11 +137,11 @@ def optimize(
       trains in a world model of this graph), "greedy" or "taso". Controls of experiments: "lookahead2" and "lookahead3"
       (greedy, but they look 2 or 3 steps ahead when no single step gains), "random" (`budget` edits that ignore the
       cost).
-    - `agent`: the file of an agent; default: the agent of the package. `train_steps`: train the agent for this many
-      steps on this model first; with "rlflow" those that its world model learns from (default 200).
-    - `cost`: "profiled" (operators measured alone), "learned" (these prices, corrected by a network for where the
-      operators stand), "roofline" (from the machine's figures), "auto" ("profiled"; if nothing is measured to be faster
-      and time is left, "learned", then "roofline"), "measured" (whole models, slow), or any CostModel.
+    - `agent`: the file of an agent; default: the agent of the package. `train_steps`: first train the agent on
+      this model for this many steps; with "rlflow", its world model learns from these steps (default 200).
+    - `cost`: "profiled" (operators measured alone), "learned" (the costs of "profiled", corrected by a network for the
+      operators around each), "roofline" (from the machine's figures), "auto" ("profiled"; if no result is measured as
+      faster and time is left, "learned", and last "roofline"), "measured" (whole models, slow), or any CostModel.
     - `budget`: states that a search may expand. `alpha`: TASO keeps graphs that cost up to `alpha` times the best.
     - `time_limit`: seconds for everything (default 60). `seed`: the seed of everything random.
     - `replay`: apply the substitutions of this trace file instead of searching.
@@ -155,37 +155,38 @@ def optimize(
     - `exclude`, `only`: names of rules or of rule families. `rules`: a Python file with the user's own RULES, which are
       proven before use unless `trust_rules` is set.
     - `shapes`: input name -> shape, for cost and measurement; `fix_shapes` also writes them into the model.
-    - `max_growth`: the largest size of the result, in sizes of the input. `opset`: of the result (default:
-      the model's, or the lowest after it that has all operators).
+    - `max_growth`: the largest size of the result, as a multiple of the model's. `opset`: the opset of the result
+      (default: the model's, or the lowest later one that has all operators).
 
     Measurement and verification:
 
     - `inputs`: the user's own inputs (a mapping or an .npz file) for verification and measurement.
-    - `measure=False`: take the best graph by modelled cost, without measuring. `verify=False`: do not compare the
+    - `measure=False`: return the graph of least modelled cost, without measuring. `verify=False`: do not compare the
       result with the original.
-    - `threads`: threads of the runtime; default: the physical cores. `session_options`: those of ONNX Runtime.
-      `providers`: those of ONNX Runtime; only the CPU's is allowed.
+    - `threads`: threads of the runtime; default: the physical cores. `session_options`: options of ONNX
+      Runtime's sessions. `providers`: execution providers of ONNX Runtime; only the CPU's is allowed.
     - `listener(phase, done, total, note)` is called with the progress.
 
     Generated kernels: with `backend="auto"`, parts of the graph (usually all of it) are compiled with TVM, if that is
-    installed, and measured against the plain result. If they are faster, `save` writes an ONNX file and, in its folder,
-    a library that ONNX Runtime registers; without the library the file runs as usual. "hybrid": in any case.
-    "onnxruntime", or `portable`: never. Open dimensions get kernels for `shapes`, and for each of `further_shapes`.
-    3x3 convolutions may use algorithms with fewer multiplications, which round more than the direct one: within the
-    tolerance of verification, or with `exact_kernels` not at all.
+    installed, and measured against the plain result. If they are faster, `save` writes an ONNX file and, in its
+    folder, a library that ONNX Runtime registers; without the library the file runs as usual. With `backend="hybrid"`,
+    the result has generated kernels in any case; with "onnxruntime" or `portable`, never. Open dimensions get kernels
+    for `shapes`, and for each of `further_shapes`. 3x3 convolutions may use algorithms with fewer multiplications,
+    whose rounding errors are greater than those of the direct algorithm, but within the tolerance of verification;
+    `exact_kernels` forbids these algorithms.
 
-    With `backend="tvm"` the result is compiled, and `save` writes a shared library. Its latency is compared with that
-    of the original in ONNX Runtime; the report says which is faster. The result is the library in both cases. Operators
-    that TVM lacks are decomposed before the search. `cpu`: LLVM's name of the processor to compile for (default: this
-    one); `triple`: LLVM's name of its system, if it is another. If this machine cannot run the code, give a `remote`
-    device ("HOST:PORT/KEY" of TVM's RPC tracker) or set `measure=False, verify=False`. On a remote device, the result
-    is compared with the compiled original. `store`: the file of `tune` with tuned kernels, which are used where they
-    fit; default: in the user's cache.
+    With `backend="tvm"` the result is compiled, and `save` writes a shared library. The latency of the library is
+    compared with that of the original in ONNX Runtime, and the report says which is faster. The result is the library
+    even if it is slower. Operators that TVM lacks are decomposed before the search. `cpu`: LLVM's name of the
+    processor to compile for (default: this one); `triple`: LLVM's name of the target system, if it is not this one. If
+    this machine cannot run the code, give a `remote` device ("HOST:PORT/KEY" of TVM's RPC tracker) or set
+    `measure=False, verify=False`. On a remote device, the result is compared with the compiled original. `store`: the
+    file in which `tune` stores tuned kernels, which are used where they fit (default: a file in the user's cache).
 
     Raises ModelError, BackendError, VerificationError, StoreError or OptionError if the caller can correct the error,
     and VerificationFailed if a trace (`replay`) or a compiled model (`backend="tvm"`) does not compute the same as the
-    original. Otherwise the search's result without the rule to blame is returned or, if that fails, the original; the
-    notes of the report say so.
+    original. In all other cases, a result that does not compute the same is replaced by the result without the
+    substitutions of the rule to blame or, if this fails, by the original. The notes of the report say so.
     """
     arguments = dict(locals())
     for name in ("model", "options", "listener", "further"):
@@ -211,12 +212,13 @@ def optimize_all(
     options: Options | None = None,
     **arguments: Any,
 ) -> Batch:
-    """Make many models faster: those of a folder, of a pattern ("models/**/*.onnx"), or of a list of paths in a file.
+    """Make many models faster: the models of a folder, of a pattern ("models/**/*.onnx"), or of a list of paths in a
+    file.
 
-    The folder `output` receives a result for each (`a/x.onnx` becomes `OUTPUT/a/x.onnx`), its report page next to it,
-    and `report.html` with all of them. `options` and `arguments` are those of `optimize`; a shape applies to every
-    model that has an input of this name. A model that cannot be optimised becomes a row with an error; the others go
-    on.
+    The folder `output` receives a result for each (`a/x.onnx` becomes `OUTPUT/a/x.onnx`), its report page next to the
+    result, and a page `report.html` with all results. `options` and `arguments` are those of `optimize`; a shape
+    applies to every model that has an input of this name. A model that cannot be optimised becomes a row with an
+    error; the batch continues with the other models.
 
     The same call continues where the last one ended: a model is not optimised again unless its content, its external
     data, an option, or the version of xrlflow, ONNX Runtime or TVM has changed. Ctrl-C ends the batch; finished models
@@ -261,15 +263,16 @@ def tune(
     """Compile a model with TVM, and tune its kernels by measurement.
 
     `method`: "chameleon" (reinforcement learning), "genetic", "annealing", "beam" or "random" measure kernels;
-    "one-shot" uses those that a predictor selects and measures none, "one-shot-8" measures its first eight for each
-    layer. `trials`: the total number of kernels to build and measure; `batch`: how many for one layer at a time.
-    `time_limit`: seconds of tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here and
-    timed on the remote device. `store`: the file with all measurements (default: in the user's cache), so that a
-    second run continues the first. `rewrite`: also tune the graph that greedy search finds (by the roofline), and
-    choose the faster graph; this needs `measure`. `ray`: "local" or the HOST:PORT of a Ray cluster, whose nodes build
-    kernels; those with the resource `latency` time them. `shapes` binds dynamic dimensions; `inputs` are the user's
-    own, for verification and measurement; `exact_kernels` is that of `optimize`. Raises ModelError, BackendError,
-    VerificationError, StoreError or OptionError if the caller can correct the error, and VerificationFailed.
+    "one-shot" uses the kernels that a predictor selects, without measuring any, and "one-shot-8" measures the
+    predictor's first eight kernels for each layer. `trials`: the total number of kernels to build and measure;
+    `batch`: how many kernels are built and measured for one layer at a time. `time_limit`: seconds of tuning. `cpu`,
+    `triple` and `remote` are as in `optimize`: kernels are built here and timed on the remote device. `store`: the
+    file with all measurements (default: in the user's cache), so that a second run continues the first. `rewrite`:
+    also tune the graph that greedy search finds (by the roofline), and choose the faster graph; this needs `measure`.
+    `ray`: "local" or the HOST:PORT of a Ray cluster, whose nodes build kernels; those with the resource `latency` time
+    them. `shapes` binds dynamic dimensions; `inputs` are the user's own, for verification and measurement;
+    `exact_kernels` is as in `optimize`. Raises ModelError, BackendError, VerificationError, StoreError or OptionError
+    if the caller can correct the error, and VerificationFailed.
     """
     arguments = dict(locals())
     model, listener = arguments.pop("model"), arguments.pop("listener")
@@ -293,19 +296,19 @@ def train(
     seed: int = 0,
     world_model: bool = False,
 ) -> Trained:
-    """Train an agent on ONNX files. Writes it to `output` whenever an evaluation is better than all before.
+    """Train an agent on ONNX files. Writes the agent to `output` whenever an evaluation is better than all before.
 
     A stopped run with the same output continues, unless `restart` is set. `held_out`: files for evaluation only.
-    `iterations`: updates of the agent; `steps`: substitutions tried for each update; `horizon`: the maximum of
-    substitutions in an episode. `workers`: processes that try them (0: this one). `ray`: "local" or the HOST:PORT of a
-    Ray cluster where the workers run; the agent is the same. `start`: the first agent. `time_limit`: seconds after
-    which the run ends. `log`: a folder for TensorBoard.
+    `iterations`: updates of the agent; `steps`: substitutions tried for each update; `horizon`: the maximum number of
+    substitutions in an episode. `workers`: how many processes try substitutions (0: this process does). `ray`: "local"
+    or the HOST:PORT of a Ray cluster where the workers run; the agent is the same. `start`: the first agent.
+    `time_limit`: seconds after which the run ends. `log`: a folder for TensorBoard.
 
-    `world_model`: learn what substitutions change, and train the agent inside the learned model, as RLFlow does. An
-    iteration then tries `steps` substitutions and learns from all so far; a few iterations of a few hundred steps are
-    enough for one file. The world model is written next to the agent (NAME.world.safetensors). A later run continues
-    from the best agent. All of it happens in this process (`workers` has no meaning). Such a run replaces one without a
-    world model only with `restart`.
+    `world_model`: learn what substitutions change, and train the agent inside the learned model, as RLFlow does. With
+    a world model, an iteration tries `steps` substitutions and learns from all that were tried so far; a few
+    iterations of a few hundred steps are enough for one file. The world model is written next to the agent
+    (NAME.world.safetensors). A later run continues from the best agent. Such a training runs in this process only
+    (`workers` has no meaning). Such a run replaces one without a world model only with `restart`.
 
     Raises OptionError if an argument is wrong, ModelError if a file cannot be read.
     """
@@ -342,7 +345,7 @@ def view(
     seed: int = 0,
     measure: bool = True,
 ) -> dict[str, Any]:
-    """The data of the page of a model, or of two side by side. Nothing is optimised.
+    """The data of the page that shows a model, or two models side by side. Nothing is optimised.
 
     `measure`: measure the times of the operators on `inputs`, by default random ones. Raises ModelError, BackendError
     or VerificationError.
@@ -375,7 +378,7 @@ def verify_files(
 ) -> Verification:
     """Whether two models compute the same. Raises ModelError, BackendError, VerificationError.
 
-    `kernels`: with the libraries in the models' folders (`NAME.so`), whose code this runs.
+    `kernels`: load the libraries of kernels in the models' folders (`NAME.so`). This runs their code.
     """
     check_seed(seed)
     check_shapes(shapes)

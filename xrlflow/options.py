@@ -1,8 +1,8 @@
-"""The options of all entry points: typed, checked once, and the same in Python and on the command line.
+"""The options of all entry points: they are typed, checked once, and the same in Python and on the command line.
 
-The fields of `Options` are the keyword arguments of `optimize` and, if they have a `Flag`, the flags of
-`xrlflow optimize`. Those of `TuneOptions` and `TrainOptions` belong to `tune` and `train`. The command line imports
-this module whatever the command is, so nothing slow is imported at the top.
+The fields of `Options` are the keyword arguments of `optimize` and, if they have a `Flag`, the flags of `xrlflow
+optimize`. The fields of `TuneOptions` and `TrainOptions` belong to `tune` and `train`. The command line imports this
+module for every command, so nothing slow is imported at the top.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WITH_AGENT = (AGENT, TREE, RLFLOW)
 COMPARED = (AGENT, "taso", "greedy", "random")
 """The searches that `compare` compares by default."""
 LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
-"""Greedy searches that look so many steps ahead when no single step gains."""
+"""Greedy searches, each with the number of steps that it looks ahead when no single step gains."""
 SEARCHES = (*COMPARED, TREE, RLFLOW, *LOOKAHEAD)
 NONEMPTY = "nonempty"
 ASSUMPTIONS = frozenset({"finite", NONEMPTY, "vnni"})
@@ -42,9 +42,9 @@ COSTS = ("auto", "roofline", "profiled", "learned", "measured")
 ALPHA = 1.05
 """How much worse than the best a graph may be that TASO keeps."""
 AUTO = ("profiled", "learned", "roofline")
-"""What `cost="auto"` tries, in this order, until a result is measured to be faster."""
+"""The cost models that `cost="auto"` tries, in this order, until a result is measured to be faster."""
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
-"""Auto: a plain ONNX file, or one with generated kernels (hybrid) where that is faster."""
+""""auto": a plain ONNX file, or one with generated kernels ("hybrid") if that is faster."""
 TRAINING = ("torch", "torch_geometric", "gymnasium")
 """The packages of the extra `train`; tuning kernels needs them in addition to the extra `tvm`."""
 TUNING = ("tvm", "torch", "xgboost")
@@ -69,14 +69,14 @@ GROUPS = {
     "Kernels and compiled models": ("backend", "exact_kernels", "store", "cpu", "triple", "remote"),
     "Controls of experiments, besides --search lookahead2, lookahead3, random": ("budget", "alpha"),
 }
-"""The groups of options in the help of `optimize`; options without a group come first."""
+"""The groups of options in the help of `optimize`. Options without a group come before all groups."""
 SHAPES = "Numbers for an input's dimensions: input=1,3,224,224. May be repeated, for several inputs."
 LOCAL = "local"
 """The name of a Ray cluster of this machine alone, started for one command."""
 RAY = "Use a Ray cluster: the HOST:PORT of its head, or local."
 
 Values = Sequence[str] | Callable[[], Sequence[str]]
-"""The values that an option may have; a function where computing them takes time."""
+"""The values that an option may have, or a function that returns them if computing them takes time."""
 
 
 class OptionError(ValueError):
@@ -92,7 +92,7 @@ class Flag:
     name: str | None = None  # None: derived from the field's name
     least: float | None = None  # the least value
     shown: bool = True  # whether the help shows the default
-    values: Values = ()  # what shell completion offers; empty: files
+    values: Values = ()  # the values that shell completion offers; empty: files
 
 
 def rule_names() -> Sequence[str]:
@@ -110,8 +110,9 @@ def option(
 
 
 def flags(kind: type) -> Mapping[str, tuple[Flag, Any]]:
-    """The flags of a class of options by field name, with their defaults. The class's own come before inherited
-    ones."""
+    """The flags of a class of options by field name, with their defaults. The flags of the class itself come before
+    inherited ones.
+    """
     own = {name: place for place, name in enumerate(kind.__annotations__)}
     flag_fields = [f for f in fields(kind) if "flag" in f.metadata]
     return {
@@ -290,8 +291,9 @@ class Options(Common):
     def costs(self) -> tuple[str | CostModel, ...]:
         """The cost models to try, one after the other until a result is faster than the original.
 
-        There is only one if nothing is measured, if generated kernels are required, or if an agent is trained on the
-        model, which takes the time."""
+        It is only one cost model if nothing is measured, if generated kernels are required, or if an agent is trained
+        on the model (the training uses the time of further searches).
+        """
         once = self.replay is not None or self.search in ("random", RLFLOW) or self.train_steps > 0
         if self.cost != "auto":
             return (self.cost,)
@@ -368,7 +370,9 @@ class Options(Common):
             )
 
     def _check_backend(self, only: tuple[str, ...], values: Mapping[str, object]) -> None:
-        """Raise OptionError for options in `values` that have a meaning with the backends `only` alone."""
+        """Raise OptionError for options in `values` if they have a meaning only with the backends `only`, and another
+        is chosen.
+        """
         for name, value in values.items():
             if self.backend not in only and value is not None:
                 choices = " or ".join(repr(backend) for backend in only)
@@ -474,7 +478,7 @@ def check_installed(what: str, extra: str, *packages: str) -> None:
 
 
 def check_threads(threads: int | None, remote: str | Remote | None) -> None:
-    """Raise OptionError unless a runtime can use so many threads. The limit of a remote device is not known here."""
+    """Raise OptionError unless a runtime can use this many threads. The limit of a remote device is not known here."""
     if threads is None:
         return
     if not hasattr(threads, "__index__") or threads < 1:

@@ -1,5 +1,6 @@
-"""Many models in one batch, with one table and one page. Finished jobs are kept: the same call continues with the
-rest."""
+"""Many models in one batch, with one table and one page. The results of finished jobs stay, so that the same call
+continues with the unfinished jobs.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from xrlflow.storage.exclusive import LockedError, locked
 INDEX = "report.html"
 """The page of a batch, in its output folder."""
 _BETWEEN = 2.0
-"""Minimum of seconds between two writes of a running batch's page."""
+"""The minimum number of seconds between two writes of a running batch's page."""
 _ABANDONED = 3600.0
 """Age in seconds from which an unfinished file counts as abandoned."""
 Models = str | os.PathLike[str]
@@ -39,15 +40,15 @@ Models = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a batch: of all its jobs, and of one of them."""
+    """The progress of a batch as a whole, and of one of its jobs."""
 
     done: int
     failed: int
     total: int
     left: float | None = None  # the estimated seconds to the end, from the jobs that are done; None: unknown
-    row: Row | None = None  # of a job that has just finished
-    name: str = ""  # otherwise the name of a job
-    doing: str = ""  # and what it does now
+    row: Row | None = None  # the row of a job that has just finished
+    name: str = ""  # if no job has just finished: the name of a running job
+    doing: str = ""  # what the running job does now
 
 
 Listener = Callable[[Progress], None]
@@ -58,10 +59,10 @@ class Batch:
     """The result of a batch: the rows of the finished jobs."""
 
     output: Path
-    names: tuple[str, ...]  # of all models
+    names: tuple[str, ...]  # the names of all models
     rows: tuple[Row, ...]
     seconds: float = 0.0
-    interrupted: bool = False  # by Ctrl-C
+    interrupted: bool = False  # whether Ctrl-C ended the batch
     asked: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -93,7 +94,7 @@ class Batch:
         }
 
     def page(self) -> dict[str, Any]:
-        """The data of the page: all rows, without the data of the models' own pages."""
+        """The data of the batch's page: all rows, without the data of the models' own pages."""
         threads = next((int(row.report["threads"]) for row in self.rows if row.report), default_threads())
         rows = [_shown(row) for row in self.rows]
         return {
@@ -102,7 +103,7 @@ class Batch:
         }  # fmt: skip
 
     def report_html(self) -> str:
-        """The page as one HTML file. It links to the models' own pages, which are in the same folder."""
+        """The page as one HTML file. It links to the models' own pages in the same folder."""
         return page_html(self.page())
 
 
@@ -113,8 +114,9 @@ _SHOWN = (
 
 
 def _shown(row: Row) -> dict[str, Any]:
-    """What the page shows of a row. `link`: the URL of the model's own page, quoted, since a path may have any
-    character."""
+    """The parts of a row that the page shows. `link`: the URL of the model's own page, quoted, since a path may have
+    any character.
+    """
     report = row.report or {}
     link = f"./{quote(os.fsencode(row.files[-1][0]))}" if row.files else None
     return {
@@ -134,7 +136,8 @@ def optimize_all(
     """Optimise all models of a folder, pattern or list (see `sources.find_models`) into the folder `output`.
 
     Models that an earlier call has optimised into this folder, with the same content and options, are skipped. Ctrl-C
-    ends the batch; finished jobs are kept. Raises OptionError and ModelError; an error of one model is in its row.
+    ends the batch; the results of finished jobs stay. Raises OptionError and ModelError; an error of one model is in
+    its row.
     """
     begin, folder = time.monotonic(), Path(output)
     sources = find_models(models, folder)
@@ -152,7 +155,7 @@ def optimize_all(
 
 @dataclass(slots=True)
 class _Running:
-    """A running batch. It writes its page from time to time, so that a batch that is killed leaves one, too."""
+    """A running batch. It writes its page from time to time, so that even a batch that is killed leaves a page."""
 
     batch: Batch
     begin: float
@@ -217,7 +220,7 @@ class _Running:
 
 @contextmanager
 def _output(folder: Path) -> Iterator[None]:
-    """Create the output folder if there is none, and lock it, so that no other batch writes to it meanwhile.
+    """Create the output folder if there is none, and lock it, so that no other batch writes to it at the same time.
 
     Raises OptionError if the folder has files but is not the output of a batch.
     """
@@ -242,7 +245,7 @@ def _output(folder: Path) -> Iterator[None]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the unfinished files of killed jobs. Recent ones may belong to jobs that still run, and are left."""
+    """Remove the unfinished files of killed jobs. Recent files may belong to jobs that still run, and stay."""
     for path in folder.rglob(f"{files.UNFINISHED}*"):
         with contextlib.suppress(OSError):  # a file that cannot be removed does no harm
             if time.time() - path.lstat().st_mtime < _ABANDONED:

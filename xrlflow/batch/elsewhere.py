@@ -1,5 +1,6 @@
-"""Jobs on the workers of any factory, such as a cluster. A worker that is lost is replaced, and its job starts
-again."""
+"""Runs jobs on the workers of any factory, such as those of a cluster. A worker that is lost is replaced, and its job
+starts again.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class JobHandler:
     """A worker's handler that runs each job in a separate process, so that a model that crashes gives a failed row."""
 
     def do(self, job: Job) -> Row:
-        # The job may be done already, by a worker that was lost before it could reply.
+        # An earlier worker may have done the job, and been lost before it could reply.
         if (row := earlier(job)) is not None:
             return row
         with closing(Processes()([job], _discard)) as rows:
@@ -56,7 +57,9 @@ def _given_up(job: Job, error: WorkerError) -> Row:
 
 
 def _visible_here(job: Job, row: Row) -> Row:
-    """The row, if this machine sees the files that it lists; else a failed one: a node may have a folder of its own."""
+    """The row, if this machine sees the files that it lists. Otherwise a failed row: the node may have its own folder
+    of this name.
+    """
     until = time.monotonic() + _VISIBLE
     while earlier(job) is None:
         if time.monotonic() > until:

@@ -14,7 +14,7 @@ from xrlflow.options import Options
 RECORD = ".json"
 PAGE = ".html"
 WAITING = "waiting"
-"""How the text about what a job does begins while it waits for other jobs."""
+"""The beginning of the text about what a job does, while the job waits for other jobs."""
 _VERSION = 1
 
 
@@ -27,8 +27,9 @@ class Job:
     root: str  # the absolute path of the batch's output folder
     target: str  # the path of the result in that folder
     key: str
-    """Identifies all that the result depends on: the content of the model and its external data, the options, and the
-    versions of xrlflow, ONNX Runtime and TVM."""
+    """A digest of everything on which the result depends: the content of the model and its external data, the options,
+    and the versions of xrlflow, ONNX Runtime and TVM.
+    """
     options: Options
     remarks: tuple[str, ...] = ()  # stored in the row
 
@@ -50,14 +51,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of a job."""
+    """The result of a job, for a row of the batch's table."""
 
     name: str
     key: str
     error: str | None  # one line; None: the job is done
     report: Mapping[str, Any] | None = None  # in the format of `Report.to_json`
     files: Sequence[tuple[str, int]] = ()
-    """The files that were written: paths in the batch's output folder, with bytes. First the result, last its page."""
+    """The files that were written: paths in the batch's output folder, with bytes. The first is the result, the last
+    is its page.
+    """
     machine: str = ""
     seconds: float = 0.0
     notes: Sequence[str] = ()
@@ -94,7 +97,7 @@ def failed(job: Job, error: str, *, seconds: float = 0.0, detail: str = "") -> R
 
 
 def earlier(job: Job) -> Row | None:
-    """The row of a job that an earlier run has done, if all that it depends on is the same; else None.
+    """The row of a job that an earlier run has done, if everything on which its result depends is the same; else None.
 
     A record does not count if it cannot be read, or if its files are missing or have another size.
     """
@@ -117,7 +120,8 @@ def earlier(job: Job) -> Row | None:
 
 
 def _check_figures(report: Mapping[str, Any]) -> None:
-    """Raise ValueError, TypeError or KeyError if a report lacks what the figures of a batch are computed from."""
+    """Raise ValueError, TypeError or KeyError if a report lacks values from which the figures of a batch are
+    computed."""
     speedup = report["speedup"]
     if int(report["threads"]) < 1 or not (speedup is None or float(speedup) > 0):
         raise ValueError("no figures")
@@ -127,7 +131,7 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
 
-# Receives the name of a job, and what it does now.
+# A function that receives the name of a job, and a text on what the job does now.
 ProgressCallback = Callable[[str, str], None]
 
 
@@ -138,6 +142,6 @@ class Executor(Protocol):
         """Yield the row of every job, in any order, each as soon as it is finished.
 
         A job whose process crashes has a failed row. `report(name, text)` may be called with what a running job does.
-        When the iterator is closed, running jobs are ended.
+        When the caller closes the iterator, running jobs are ended.
         """
         ...

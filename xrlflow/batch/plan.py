@@ -1,4 +1,4 @@
-"""Plans the jobs of a batch: where each result goes, and what it depends on."""
+"""Plans the jobs of a batch: the path of each result, and the data on which it depends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = ("xrlflow", "onnxruntime")
 _COMPILER = "apache-tvm"
 """The package whose version matters unless ONNX Runtime alone runs the result."""
 _PLACES = ("store",)
-"""Options that say where something is stored. Results do not depend on them."""
+"""Options that name a path where something is stored. Results do not depend on them."""
 
 
 def plan(sources: Iterable[SourceFile], output: Path, options: Options) -> list[Job]:
@@ -62,7 +62,7 @@ def _target(name: str, compiled: bool) -> str:
 
 
 def _free(target: str, used_targets: set[str]) -> str:
-    """The target or, if another model has the same on some file system, the target with a number."""
+    """The target, with a number added if another model has the same target on some file system."""
     stem, suffix = os.path.splitext(target)
     number = 1
     while target.casefold() in used_targets:
@@ -74,14 +74,15 @@ def _free(target: str, used_targets: set[str]) -> str:
 def _key(path: str, asked: str) -> str:
     try:
         content = content_digest(path)
-    except OSError as error:  # the job will report it
+    except OSError as error:  # the job will report this error
         content = f"not read: {error.strerror}"
     return hashlib.sha256(f"{content}\n{asked}".encode()).hexdigest()
 
 
 def _depends_on(options: Options) -> str:
-    """All that results depend on besides the model, as text: options, contents of files, versions. Raises
-    OptionError."""
+    """Everything besides the model on which results depend, as text: options, contents of files, versions. Raises
+    OptionError.
+    """
     values = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _PLACES}
     if values["replay"] is not None:
         raise OptionError("replay has no meaning for a batch: a trace is of one model")

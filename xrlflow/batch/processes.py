@@ -1,4 +1,4 @@
-"""Jobs in processes of this machine. A model that crashes its process ends one job, not the batch."""
+"""Runs jobs in processes of this machine. A model that crashes its process ends only its own job."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from xrlflow.storage.exclusive import VARIABLE, measuring_lock
 from xrlflow.workers import Terms, WorkerError, WorkerLate, WorkerLost, WorkerPool
 
 _USES = 16
-"""How many jobs a process runs before it is replaced, since caches of graphs grow with each."""
+"""How many jobs a process runs before it is replaced, since caches of graphs grow with each job."""
 _PATIENCE = 12.0
-"""Seconds that a process may take to remove its temporary files when it is ended. If it is killed, whole models stay in
-its folder until that is removed with it."""
+"""Seconds that a process may take to remove its temporary files when it is ended. If it is killed, whole models stay
+in its temporary folder until the folder itself is removed.
+"""
 _BETWEEN = 0.1
-"""Minimum of seconds between two messages about what a job does."""
+"""The minimum number of seconds between two messages about what a job does."""
 _SILENCE = 3600.0
 """Seconds without a message (or ten times the time limit, if that is more) after which a job counts as hung."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """An `Executor` that runs `count` jobs at a time. Of those that measure, only one runs at a time (see `run`)."""
+    """An `Executor` that runs `count` jobs at a time. Of the jobs that measure, only one runs at a time (see `run`)."""
 
     count: int = 1
 

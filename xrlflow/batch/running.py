@@ -30,7 +30,7 @@ def run(job: Job, report: Callable[[str], None] | None = None) -> Row:
     """Run a job: optimise its model, write the result, its report page and, last, its record. Returns the row.
 
     An error of the model becomes a failed row; only KeyboardInterrupt, SystemExit and the like are raised. A job that
-    measures on this machine waits until no other one does (`exclusive.measuring`); waiting does not count towards its
+    measures on this machine waits until no other job does (`exclusive.measuring`); the wait does not count towards its
     time limit. `report(text)` is called with what the job does now.
     """
     say = report if report is not None else lambda text: None
@@ -95,7 +95,7 @@ def _turn(options: Options, say: Callable[[str], None]) -> contextlib.AbstractCo
 
 
 def _fitting(job: Job) -> Options:
-    """The options for this model: of the shapes, those whose inputs it has."""
+    """The options for this model, with only those shapes whose inputs the model has."""
     options = job.options
     if not options.shapes and not options.further_shapes:
         return options
@@ -116,7 +116,7 @@ def _written(job: Job, result: Result, page: Mapping[str, object], seconds: floa
     """Write the result and its page, and return the row. Raises OSError, ModelError and BackendError."""
     output = job.output
     output.parent.mkdir(parents=True, exist_ok=True)
-    # First remove the record of an earlier run, which would belong to other files.
+    # The record of an earlier run is removed first, because it would not describe the new files.
     job.record.unlink(missing_ok=True)
     result.save(output)
     write_page(page, job.page)

@@ -1,4 +1,4 @@
-"""Finds the models of a batch: those of a folder, of a pattern, or of a list of paths."""
+"""Finds the models of a batch: the models in a folder, those that match a pattern, or those of a list of paths."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class SourceFile:
 def find_models(models: str | os.PathLike[str], output: Path) -> list[SourceFile]:
     """The models that `models` (FOLDER, GLOB or LIST) names, each file once, sorted by name.
 
-    - A folder: its `*.onnx` files, those of its folders, and those that links lead to. Folders that are the output of a
+    - A folder: its `*.onnx` files, also in subfolders and behind links. Folders that are the output of a
       batch, and hidden ones, are left out.
     - A pattern (`*`, `?`, `[...]`, `**`): the files that it matches.
     - A list: a text file with a path on each line, relative to its own folder; `#` begins a comment. A pipe is a list
       with paths relative to the working directory; `-` is standard input.
 
     A model that has several paths gets the first of its names. Raises OptionError if there is no model, if `models` is
-    itself a model, or if a list cannot be read or names a model in the output folder.
+    itself a model, or if a list cannot be read, or names a model in the output folder.
     """
     text = "/dev/stdin" if models == "-" else os.fspath(models)
     if os.path.isdir(text):
@@ -57,7 +57,9 @@ def find_models(models: str | os.PathLike[str], output: Path) -> list[SourceFile
 
 
 def _in_folder(folder: str, output: Path) -> list[SourceFile]:
-    """The models of a folder. Each folder is visited once; links come last, so that models have their real paths."""
+    """The models of a folder. Each folder is visited once. Links are followed last, so that models have their real
+    paths.
+    """
     files: list[SourceFile] = []
     visited: set[str] = set()
     tops = deque([folder])
@@ -85,7 +87,9 @@ def _unreadable(error: OSError) -> NoReturn:
 
 
 def _matching(pattern: str, output: Path) -> list[SourceFile]:
-    """The files that match. Their names begin at the last folder of the pattern that has no wildcard."""
+    """The files that match the pattern. Their names are relative to the last folder before the pattern's first
+    wildcard.
+    """
     fixed: list[str] = []
     for part in Path(pattern).parts[:-1]:
         if glob.has_magic(part):
@@ -136,7 +140,7 @@ def _uncommented(line: str) -> str:
 
 
 def _is_within(path: str, output: Path) -> bool:
-    """Whether a path, or the target of a link there, is the output folder or inside it."""
+    """Whether a path, or the target of a link at this path, is the output folder or inside it."""
     ours = os.path.realpath(output)
     return os.path.commonpath([ours, os.path.realpath(path)]) == ours
 
@@ -152,7 +156,9 @@ def _slashes(path: str) -> str:
 
 
 def _once(files: Iterable[SourceFile]) -> Iterator[SourceFile]:
-    """Each file once, under the first of its names that is no link, or else the first. A remark lists the others."""
+    """Each file once, under the first of its names that is no link, or else under the first name. A remark lists its
+    other names.
+    """
     by_file: dict[str, list[SourceFile]] = {}
     for each in sorted(files, key=lambda each: (os.path.islink(each.path), each.name)):
         by_file.setdefault(os.path.realpath(each.path), []).append(each)

@@ -40,8 +40,9 @@ def lines(progress: Progress) -> None:
 
 @contextmanager
 def bars(console: Console | None = None) -> Iterator[Listener]:
-    """A listener that shows the progress, the time left, and what each running job does, on standard error or on
-    `console`. Each failed job leaves a line."""
+    """A listener that shows the progress, the remaining time, and what each running job does, on standard error or on
+    `console`. A line remains for each failed job.
+    """
     from rich import progress as rich
     from rich.console import Console
 

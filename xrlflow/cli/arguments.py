@@ -40,8 +40,9 @@ Arguments = dict[str, Any]
 
 
 def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that gives a command the flags of a class of options, in groups: those in `names`, or all. The
-    command receives their values as its parameter `options`. `texts` replaces the help of options."""
+    """A decorator that gives a command the flags of a class of options, in groups: the flags in `names`, or all. The
+    command receives the values of the flags as its parameter `options`. `texts` replaces the help of options.
+    """
     flags_by_name = {
         name: flag_and_default for name, flag_and_default in flags(kind).items() if not names or name in names
     }
@@ -108,7 +109,9 @@ def parse_shapes(options: list[str] | None) -> list[dict[str, tuple[int, ...]]]:
 
 
 def with_shapes(options: Arguments, *, several: bool = False) -> Arguments:
-    """The options with --shape parsed into shapes by input name. `several`: an input may have more than one."""
+    """The options with --shape parsed into shapes by input name. `several`: whether an input may have more than one
+    shape.
+    """
     shapes = parse_shapes(options["shapes"])
     first, further = shapes[0] if shapes else None, shapes[1:]
     if further and not several:

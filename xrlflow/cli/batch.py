@@ -38,7 +38,7 @@ def optimize_all(
 ) -> None:
     """Make many models faster, each in OUTPUT, with one page. Run it again to go on: what is done is not done again.
 
-    Exit code 1: a model failed, and the others are done.
+    Exit code 1: at least one model failed; all other models are done.
     """
     with clear_errors():
         from xrlflow import api
@@ -72,7 +72,9 @@ def optimize_all(
 
 @contextmanager
 def _listener(quiet: bool) -> Iterator[Listener | None]:
-    """Progress on a terminal; elsewhere one line on standard error for each model."""
+    """A listener that shows the progress on a terminal, or writes one line for each model to standard error if that is
+    no terminal.
+    """
     from xrlflow.batch import terminal
 
     if quiet:

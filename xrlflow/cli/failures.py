@@ -1,4 +1,4 @@
-"""How commands end: exit codes, and one-line messages for errors that a user can correct."""
+"""The ends of commands: exit codes, and one-line messages for errors that a user can correct."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def fail(message: str, code: ExitCode = ExitCode.WRONG) -> NoReturn:
 
 
 def output_failed(error: OSError, descriptor: int) -> NoReturn:
-    """End the program because standard output cannot be written; without a message if only its reader has ended.
+    """End the program because standard output cannot be written. There is no message if the reason is that the reader
+    of the output has ended.
 
-    Raises SystemExit, not typer.Exit, as this may happen at the end, when output is flushed.
+    Raises SystemExit, not typer.Exit, as this function may be called at the end of the program, when output is
+    flushed.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)  # discards what is still in buffers
@@ -49,7 +51,7 @@ def output_failed(error: OSError, descriptor: int) -> NoReturn:
 def clear_errors() -> Iterator[None]:
     """Turn errors that a user can correct into one line."""
     try:
-        from xrlflow.api import UserError, VerificationFailed  # takes a second
+        from xrlflow.api import UserError, VerificationFailed  # this import takes a second
     except KeyboardInterrupt:
         interrupted()
     try:
@@ -68,7 +70,7 @@ def clear_errors() -> Iterator[None]:
         fail(
             f"{error.filename or 'a temporary file'}: no room is left: make some, or name another folder in TMPDIR"
         )
-    except KeyboardInterrupt:  # commands with a partial result handle it before
+    except KeyboardInterrupt:  # commands with a partial result handle Ctrl-C themselves
         interrupted()
 
 

@@ -52,7 +52,7 @@ Seconds = Annotated[float | None, typer.Option("--time-limit", min=0.0, help="Se
 
 @contextmanager
 def clear_pass_errors() -> Iterator[None]:
-    """Turn errors about modules, passes and agents that a user can correct into one line."""
+    """Turn errors that a user can correct, about modules, passes and agents, into one line."""
     from xrlflow.passes import CompilerError
     from xrlflow.passes.orders import OrderError, OutputsDiffer
     from xrlflow.storage.checkpoint import CheckpointError

@@ -1,4 +1,4 @@
-"""Models from standard input and results to standard output: both are named `-`."""
+"""Reads models from standard input and writes results to standard output: the path of both is `-`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PART = 1 << 20
 
 
 def source(path: Path, *others: Path | None) -> Path | StandardInput:
-    """The file at a path. `-` stands for standard input, and then none of the `others` may be `-`."""
+    """The file at a path. `-` means standard input; in this case none of the `others` may be `-`."""
     if path != PIPE:
         return path
     if PIPE in others:
@@ -37,7 +37,9 @@ def source(path: Path, *others: Path | None) -> Path | StandardInput:
 
 
 def check_streams(read: Path | None = None, written: Path | None = None) -> None:
-    """Refuse `-` if standard input or output is closed or a terminal. It is quick, so commands call it first."""
+    """Refuse `-` if standard input or output is closed or is a terminal. This check is quick, so commands begin with
+    it.
+    """
     if read == PIPE and (sys.stdin is None or sys.stdin.isatty()):
         what = "closed" if sys.stdin is None else "a terminal"
         fail(f"-: standard input is {what}: pipe a file into it, or name one")
@@ -61,7 +63,7 @@ class Output:
         self.path = None if path == PIPE else path
         self._stream: BinaryIO | None = None
         if self.path is None:
-            # What libraries and child processes print must not get between the bytes of the result, either.
+            # Text that libraries and child processes print must not get between the bytes of the result, either.
             sys.stdout.flush()
             self._stream = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
             os.dup2(2, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The program: its commands, and its exit."""
+"""The command-line program: its commands, and how it ends."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ def main() -> None:
         raise
     finally:
         if sys.stdout is not None:
-            sys.stdout.flush()  # not at exit, where nobody would handle an error
+            sys.stdout.flush()  # here, because nobody would handle an error at exit
 
 
 def _leave_threads(end: SystemExit) -> None:
-    """End at once if there are threads that Python would wait for: the compilation of a kernel cannot be stopped."""
-    # Without the module, whose import takes time or fails, there are no such threads.
+    """End at once if threads run for which Python would wait: the compilation of a kernel cannot be stopped."""
+    # If this module was never imported (its import takes time or fails), no such threads exist.
     interrupts = sys.modules.get("xrlflow.backends.interrupts")
     if interrupts is not None and any(t.name.startswith(interrupts.COMPILING) for t in threading.enumerate()):
         for stream in (sys.stdout, sys.stderr):
@@ -139,8 +139,7 @@ def _open_descriptors() -> None:
 
 
 class _Watched(io.FileIO):
-    """Standard output that ends the program when it cannot be written; without a message if only its reader has
-    ended."""
+    """Standard output that ends the program when it cannot be written (see `output_failed`)."""
 
     def write(self, data: Buffer, /) -> int:
         try:
@@ -150,7 +149,7 @@ class _Watched(io.FileIO):
 
 
 def _watch_output() -> None:
-    """Handle errors of standard output here: libraries would end with exit code 1, or ignore them."""
+    """Handle errors of standard output here: libraries would end the program with exit code 1, or ignore the errors."""
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
         watched = io.BufferedWriter(_Watched(out.fileno(), "wb", closefd=False))

@@ -1,4 +1,4 @@
-"""Checks of files: where measurements are stored, and where temporary files go."""
+"""Checks of folders: those in which measurements are stored, and the one for temporary files."""
 
 from __future__ import annotations
 
@@ -72,8 +72,9 @@ def store(kind: StoreFile, folder: Path | None = None) -> Finding:
 
 
 def server() -> Finding:
-    """Whether the server of measurements that the environment names can be used, if it names one. If that fails, no
-    command works."""
+    """Whether the server of measurements can be used, if environment variables name one. If it cannot be used, no
+    command works.
+    """
     name = "store on a server"
     if not os.environ.get(VARIABLE, "").strip():
         return Finding(name, Status.OK, f"none: {VARIABLE} is not set", needed=True)

@@ -1,4 +1,4 @@
-"""Runs all checks: quick ones in this process, and in separate processes those that may crash or take long."""
+"""Runs all checks: quick checks in this process, and checks that may crash or take long in separate processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check with its name, and advice for the case that it crashes or takes too long. `needed`: see `Finding`."""
+    """A check with its name, and the advice to give if it crashes or takes too long. `needed`: see `Finding`."""
 
     name: str
     run: Callable[[], Finding]

@@ -10,9 +10,9 @@ from typing import Any
 class Status(enum.Enum):
     OK = "ok"
     WARN = "warn"
-    """It works with restrictions, or measurements may mislead."""
+    """The thing that was checked works with restrictions, or measurements may mislead."""
     FAIL = "fail"
-    """It does not work."""
+    """The thing that was checked does not work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Finding:
     status: Status
     found: str  # what was observed
     advice: str = ""  # what to do about it; "" if nothing
-    needed: bool = False  # without it, optimising for ONNX Runtime does not work
+    needed: bool = False  # whether optimising for ONNX Runtime requires it
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"status": self.status.value}

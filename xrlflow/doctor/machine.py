@@ -19,7 +19,9 @@ _LOOK = 0.25
 _LITTLE = 2 << 30
 """Bytes of free memory that suffice for small models."""
 _THROTTLED = 0.02
-"""If the control group used up its quota in a larger part of the periods, measurements are useless."""
+"""If the control group of this process used up its quota of processor time in more than this fraction of the periods,
+measurements are useless.
+"""
 
 
 def processor() -> Finding:
@@ -52,7 +54,9 @@ def threads(root: Path = ROOT) -> Finding:
 
 
 def load() -> Finding:
-    """How much other programs use the processors now. Takes a quarter of a second, in which this process sleeps."""
+    """How much other programs use the processors now. The check takes a quarter of a second, during which this process
+    sleeps.
+    """
     before = system_load.read()
     time.sleep(_LOOK)
     judged = system_load.judge(before, system_load.read(), default_threads())
@@ -67,7 +71,8 @@ def load() -> Finding:
 
 
 def frequency(root: Path = ROOT) -> Finding:
-    """Whether the processor changes its frequency by itself: the governor of each core, and the boost."""
+    """Whether the processor changes its frequency by itself: the check reads the governor of each core, and the
+    boost."""
     governors: Counter[str] = Counter()
     for file in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor"):
         if text := _text(file):

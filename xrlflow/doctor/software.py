@@ -1,4 +1,6 @@
-"""Checks of the software: packages, and whether they work. Those that may crash run separately (see `examination`)."""
+"""Checks of the software: which packages are installed, and whether they work. Checks that may crash run in separate
+processes (see `examination`).
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,13 @@ def packages() -> Finding:
     for name in _PACKAGES:
         try:
             versions.append(f"{name} {version(name)}")
-        except PackageNotFoundError:  # it is importable, but was not installed
+        except PackageNotFoundError:  # it is importable, but is not registered as installed
             versions.append(f"{name} (on the path)")
     return Finding("packages", Status.OK, ", ".join(versions))
 
 
 def extras() -> Finding:
-    """Which extras are installed. All are optional."""
+    """Which extras are installed. All extras are optional."""
     lacking = {name: missing for name, extra in EXTRAS.items() if (missing := _missing(extra.modules))}
     have = ", ".join(name for name in EXTRAS if name not in lacking) or "none"
     text = f"installed: {have}"
@@ -68,7 +70,7 @@ def extras() -> Finding:
 
 
 def onnx_runtime() -> Finding:
-    """Whether a small model runs and gives the right numbers."""
+    """Whether ONNX Runtime runs a small model and gives the right numbers."""
     import numpy as np
     import onnxruntime
 
@@ -109,7 +111,7 @@ def agent() -> Finding:
 
 
 def compiler() -> Finding:
-    """Whether there is a C compiler, which linking kernels needs."""
+    """Whether there is a C compiler, which links libraries of kernels."""
     path = next(filter(None, map(shutil.which, ("cc", "gcc"))), None)
     if path is None:
         return Finding(
