@@ -6,7 +6,7 @@ process counts as one estimate, however many runs it makes, and intervals come f
 
 `decide` is a sequential test: it analyses the estimates several times and stops as soon as they suffice. A test that
 may stop at any of its analyses is wrong more often than one with a single analysis. So the admitted error probability
-of 2.5% is divided among the analyses, with small parts for the first ones. The sum of the parts bounds the error
+of 2.5% is divided among the analyses, with small parts for the first analyses. The sum of the parts bounds the error
 probability, however the analyses depend on each other.
 
 The estimates of a test that stopped early are too high on average, because it stops when they happen to be high. So the
@@ -35,8 +35,8 @@ class Rule:
     """When a new model is accepted: the test of `decide` says that it is faster by more than a threshold."""
 
     threshold: float = math.log(1.003)
-    """The least gain, as a logarithm. Two sessions of one model differ by half a percent, and a smaller gain is not
-    worth a new file."""
+    """The least gain, as a logarithm. Two sessions of the same model differ by half a percent, and a smaller gain is
+    not worth a new file."""
     significance: float = 0.025
     """The admitted probability of accepting a model whose gain is not above the threshold."""
     first: int = 8

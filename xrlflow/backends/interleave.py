@@ -50,9 +50,9 @@ def interleave(
     other, so it needs no further session in memory. Without `control` a round has one half. A sample is the mean of as
     many runs as take 2 ms.
 
-    A turn always follows a turn of another model, whose data has replaced this one's in the caches, and it starts with
-    an untimed run: the first run after another model is 2 to 15% slower than later ones, and users run one model. (When
-    a baseline sometimes followed itself, it seemed 0.8% faster than its own copy.)
+    A turn always follows a turn of another model, whose data has replaced this model's data in the caches. So it starts
+    with an untimed run: the first run after another model is 2 to 15% slower than later runs, while users run a single
+    model. (When a baseline sometimes followed itself, it seemed 0.8% faster than its own copy.)
 
     The loop ends when the 95% intervals (see `median_interval`) of all median log ratios are narrower than
     `target_width`, or when another round would exceed `time_limit` seconds; there is at least one round. With `margin`

@@ -185,7 +185,7 @@ def _memory(group: _Group) -> tuple[int, int | None] | None:
 
 
 def _throttling(group: _Group) -> tuple[int, int]:
-    """The numbers of periods in which the quota was used up, and of all periods."""
+    """(The number of periods in which the quota was used up, the number of all periods) of a group."""
     if group.kind not in ("", "cpu"):
         return 0, 0
     counts = dict(line.split()[:2] for line in _lines(group.folder / "cpu.stat") if " " in line.strip())

@@ -110,9 +110,10 @@ def estimate(turns: Sequence[Turn]) -> Estimate:
     """Compare each turn with the next one. Raises ValueError for fewer than two.
 
     A cause that slows the machine for longer slows both turns of a pair. A thread that lost its CPU slows one turn, so
-    pairs with such a turn are left out if they are less than half of all pairs. If they are the majority, all are used,
-    because the median of many pairs is nearer the truth than that of a few (5% off instead of 20% on a busy machine).
-    The baseline is first in every other pair. The medians of both kinds of pairs are averaged, so that a drift cancels.
+    pairs with such a turn are left out if they are less than half of all pairs. If such pairs are the majority, all
+    pairs are used, because the median of many pairs is nearer the truth than the median of a few pairs (5% off instead
+    of 20% on a busy machine). The baseline is first in every other pair. The medians of both kinds of pairs are
+    averaged, so that a drift cancels.
     """
     if len(turns) < 2:
         raise ValueError("a comparison needs a turn of each model")

@@ -1,9 +1,9 @@
 """Pins threads to the same CPUs for every model that is compared.
 
-A scheduler places a session's worker threads when they start, and may leave them there. If another program or the main
-thread uses the same CPU, this session stays slow as long as it lives, while the session of the compared model is not
-slowed. On a 2-core machine under load, two sessions of one model then differed steadily by a factor of two (2.09x
-[2.07, 2.09]; 0.60x [0.50, 0.80]), which the A/A control of a single session cannot see. With the workers of all
+A scheduler places a session's worker threads when they start, and may leave them on the same CPUs. If another program
+or the main thread uses the same CPU, this session stays slow as long as it lives, while the session of the compared
+model is not slowed. On a 2-core machine under load, two sessions of one model then differed steadily by a factor of two
+(2.09x [2.07, 2.09]; 0.60x [0.50, 0.80]), which the A/A control of a single session cannot see. With the workers of all
 sessions on the same CPUs, and the calling thread on another, no such ratio occurred; on a quiet machine pinning changes
 nothing. ONNX Runtime pins its workers itself if no number of threads is set.
 """

@@ -119,8 +119,8 @@ def pool(estimates: Sequence[float], errors: Sequence[float] | None = None) -> P
     estimates.
 
     The highest and the lowest tenth are left out of the mean (of fewer than 10: none) and winsorised in its error
-    (Tukey and McLaughlin 1963). Fewer than 8 estimates may be close by chance, so their standard deviation is taken to
-    be at least `SPREAD`. Raises ValueError for fewer than 2.
+    (Tukey and McLaughlin 1963). Fewer than 8 estimates may be close by chance, so their standard deviation is assumed
+    to be at least `SPREAD`. Raises ValueError for fewer than 2.
     """
     count = len(estimates)
     if count < 2:

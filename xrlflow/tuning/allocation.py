@@ -1,4 +1,5 @@
-"""Chooses the task that gets the next measurements, if several tasks share a budget."""
+"""Chooses the tuning task that gets the next measurements. A task is one kernel to tune; several tasks share a
+budget."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Curve:
-    """How a task became faster: (number of trials, best seconds so far) after each batch, ascending."""
+    """The progress of a tuning task: (number of trials, best seconds so far) after each batch, in order of trials."""
 
     weight: float
     points: list[tuple[int, float]] = field(default_factory=list)
@@ -25,21 +26,22 @@ class _Curve:
 
 
 class Allocation:
-    """The gradient scheduler of Ansor (Zheng et al., OSDI 2020, section 6) without its guess from similar tasks. This
-    is also the scheduler of MetaSchedule.
+    """The gradient scheduler of Ansor (Zheng et al., OSDI 2020, section 6) but without the guess that Ansor derives
+    from similar tasks. MetaSchedule uses the same scheduler.
 
-    The latency to minimise is the sum over the tasks of weight times best time g. The gain from the next trial of a
-    task is a mixture of two estimates: `alpha` times the slope of g over the last `window` batches, and 1 - `alpha`
-    times g/t after t trials. The latter would be the slope if the time fell as 1/t. It is an optimistic guess, so that
-    a task that does not improve for a while is not given up at once. First every task gets one batch, in order. Then
-    the task with the largest estimate is next.
+    The latency to minimise is the sum, over the tasks, of the task's weight times its best time g. The gain from the
+    next trial of a task is a mixture of two estimates: `alpha` times the slope of g over the last `window` batches, and
+    1 - `alpha` times g/t after t trials. The second estimate would be the slope if the time fell as 1/t. It is
+    optimistic, so that a task that does not improve for a while is not given up at once. First every task gets one
+    batch, in order. From then on, the task with the largest estimated gain is next.
 
-    A task without a working candidate has no estimate. It counts as the best other task, divided by the number of
-    batches that it has had.
+    The gain of a task without a working candidate cannot be estimated. It counts as the largest gain of another task,
+    divided by the number of batches that this task has had.
     """
 
     def __init__(self, weights: Sequence[float], *, alpha: float = 0.2, window: int = 3) -> None:
-        """`weights`: how often each task is called. Raises ValueError for weights or parameters out of range."""
+        """`weights`: how often the model calls each task's kernel. Raises ValueError for weights or parameters out of
+        range."""
         if not all(math.isfinite(weight) and weight > 0 for weight in weights):
             raise ValueError(f"weights must be positive: {list(weights)}")
         if not 0 <= alpha <= 1 or window < 1:
@@ -71,7 +73,7 @@ class Allocation:
         return self._curves[task].trials
 
     def _gains(self, tasks: Sequence[int]) -> dict[int, float]:
-        """The expected saving of one more trial of each task, in seconds of the entire model."""
+        """For each task, the estimated seconds of a run of the entire model that one more trial saves."""
         gains = {n: self._gain(self._curves[n]) for n in tasks if self._curves[n].best < math.inf}
         greatest = max(gains.values(), default=1.0)
         return gains | {n: greatest / len(self._curves[n].points) for n in tasks if n not in gains}

@@ -28,7 +28,7 @@ def run(module: IRModule, inputs: Mapping[str, Floats], machine: Machine) -> Flo
     values = tuple(Value(name, FLOAT, array.shape) for name, array in inputs.items())
     interface = Interface(values, ("out",), machine.triple, machine.cpu, "")
     executable = compile_module(module, machine)
-    # One thread: others would still spin while kernels are timed in another process.
+    # One thread: further threads would still spin while kernels are timed in another process.
     with TvmModel(executable, interface, threads=1) as model:
         (output,) = model.run(inputs)
     return np.asarray(output)

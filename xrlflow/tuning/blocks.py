@@ -1,5 +1,6 @@
 """Inverted residuals (depthwise convolutions with pointwise neighbours) as layers to be measured: with one kernel for
-each convolution, or one kernel in bands for all. Here they are called blocks.
+each convolution, or with one fused kernel, which computes a few rows at a time (a band). The package `tuning` calls
+inverted residuals blocks.
 
 A block is identified by its workload. Its weights and images are random numbers, since times do not depend on them.
 """
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Kernels(Enum):
-    """The two groups of kernels for a block."""
+    """The two groups of kernels for an inverted residual: one kernel for each convolution, or one fused kernel."""
 
     APART = "one by one"
     BANDS = "bands"
@@ -55,7 +56,8 @@ class Kernels(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockChoice:
-    """The blocking of a block's kernel in bands; None: one kernel for each convolution."""
+    """A choice of kernels for an inverted residual. `blocking`: the blocking of the fused kernel; None: one kernel for
+    each convolution."""
 
     blocking: BandBlocking | None = None
 
@@ -65,12 +67,13 @@ class BlockChoice:
 
     @property
     def text(self) -> str:
-        """The choice as JSON, as stores have it."""
+        """The choice as JSON text, in which it is stored."""
         return json.dumps([self.group.value, None if self.blocking is None else asdict(self.blocking)])
 
     @staticmethod
     def stored(text: str) -> BlockChoice | None:
-        """The choice of a record; None if another version of the program wrote something else."""
+        """The choice that a stored text describes; None if another version of the program wrote a text that this
+        version cannot read."""
         try:
             name, values = json.loads(text)
             blocking = None
@@ -132,7 +135,7 @@ class Block:
         return replace(self, far=far)
 
     def untuned_choice(self, machine: Machine) -> BlockChoice:
-        """The choice of an untuned compilation."""
+        """The choice that an untuned compilation makes."""
         return BlockChoice(untuned_blocking(self.workload, machine))
 
     def untuned(self, machine: Machine) -> list[BlockChoice]:
@@ -158,13 +161,13 @@ class Block:
         return weights_of_bands(self.workload)
 
     def estimate(self, choice: BlockChoice, machine: Machine) -> float:
-        """The estimated time. One kernel for each convolution has no estimate, and counts as the best blocking in
-        bands."""
+        """The estimated time. If `choice` is one kernel for each convolution, there is no estimate, and the time of the
+        best blocking of the fused kernel is returned."""
         return cost(self.workload, choice.blocking or best_blocking(self.workload, machine), machine)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """See `Layer.sizes`. The number of expanded channels is added at the end."""
+        """See `Layer.sizes`. The last number is the number of expanded channels."""
         workload = self.workload
         convolutions = (workload.expand, workload.depthwise, workload.project)
         steps = [step for some in convolutions if some is not None for step in some]
@@ -217,8 +220,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Convolution:
-    """Weights [row, column, input channel, channel], the steps after the convolution, and the values of their
-    extras."""
+    """Weights [row, column, input channel, channel], the steps after the convolution, and the values of the steps'
+    extra operands."""
 
     weights: Floats
     steps: tuple[Step, ...]
@@ -227,7 +230,8 @@ class _Convolution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Samples:
-    """The inputs of a block. `large`: the extras of the last convolution that are as large as the result, by number."""
+    """Random inputs of a block. `large`: those extra operands of the last convolution that are as large as the result,
+    by their numbers."""
 
     image: Floats
     expand: _Convolution | None
@@ -263,9 +267,9 @@ def _in_bands(workload: ConvBlock, blocking: BandBlocking) -> IRModule:
 
 @cache
 def _apart(workload: ConvBlock, machine: Machine) -> tuple[IRModule, tuple[Floats, ...]]:
-    """All kernels of a block one after the other, as one function, and the constants that it reads.
+    """A function that runs all separate kernels of a block one after the other, and the constants that it reads.
 
-    They are measured together, because in a model nothing replaces the contents of the caches between them.
+    The kernels are measured together, because nothing replaces the contents of the caches between them in a model.
     """
     function, constants = joined(_scheduled(workload, machine))
     return alone(function), tuple(constants)
@@ -278,7 +282,8 @@ def _scheduled(workload: ConvBlock, machine: Machine) -> IRModule:
 
 
 def _module(workload: ConvBlock) -> IRModule:
-    """A Relax module of the block: "main" takes the image and the extras that are as large as the result."""
+    """A Relax module of the block: the parameters of "main" are the image and the extra operands that are as large as
+    the result."""
     tvm()
     from tvm import relax
 

@@ -1,4 +1,4 @@
-"""Workers that build or run candidates for a pool, on this machine."""
+"""Workers (processes) that build or run candidates for a `Pool`, on this machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from xrlflow.workers import Forks, Terms, WorkerError, WorkerLate, WorkerLost, W
 START_SECONDS = 120.0
 """Seconds that a worker may take to load TVM."""
 _ATTEMPTS = 2
-"""The number of attempts. If a process ends, an earlier candidate may have damaged it, so the candidate is tried again
-in a fresh process."""
+"""The number of attempts to build or run a candidate. If the worker ends during the first attempt, an earlier candidate
+may have damaged it, so the candidate is tried again in a fresh process."""
 
 
 class PoolError(RuntimeError):
@@ -29,8 +29,8 @@ class PoolError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a crew does with each candidate. `activity`: "building" or "running", with `threads` threads, for at most
-    `seconds`.
+    """The work of a crew (a group of workers). `activity`: "building" or "running", with `threads` threads, for at most
+    `seconds` seconds for each candidate.
 
     A worker is replaced after `uses` candidates. `device`: the name of the other machine on which candidates run.
     """
@@ -45,8 +45,9 @@ class Work:
 def fork_server() -> Forks:
     """The process from which workers are forked, with TVM loaded. Raises PoolError."""
     variables = {
-        # Without this setting (of glibc), a library may leave a small allocation where a large tensor was, so that the
-        # next tensor does not fit: megabytes per candidate. With it, large tensors get pages of their own.
+        # Without this setting (of glibc), a library may leave a small allocation where a large tensor was. The next
+        # tensor does not fit there any more, which costs megabytes per candidate. With this setting, large tensors get
+        # pages of their own.
         "MALLOC_MMAP_THRESHOLD_": str(128 * 1024),
         # Libraries must not start threads: a process with threads cannot be forked safely.
         **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -58,10 +59,10 @@ def fork_server() -> Forks:
 
 
 class JobCrew:
-    """Workers for one kind of job. `seconds`: how long any of them had work.
+    """Workers for one kind of job. `seconds`: for how long at least one of them had work.
 
     If several devices have the same key, a device that disappears takes its worker with it. PoolError is raised when
-    the last one does not reply in time.
+    the last worker does not reply in time.
     """
 
     def __init__(self, crew: WorkerPool, work: Work) -> None:
@@ -70,7 +71,7 @@ class JobCrew:
         self._closed = False
 
     def work(self, jobs: Iterator[Job], until: float = math.inf) -> Generator[tuple[int, Answer], None, None]:
-        """The replies to jobs, each with the job's number, as they arrive. No job begins after `until`.
+        """The replies to jobs, as (number of the job, reply), in order of arrival. No job begins after `until`.
 
         If the generator is closed early, busy workers are replaced. Raises PoolError.
         """
@@ -124,7 +125,7 @@ class JobCrew:
 
 
 def local_crew(server: Forks, count: int, work: Work) -> JobCrew:
-    """Workers that are forked from a server of this machine."""
+    """A crew of `count` workers that are forked from a fork server of this machine."""
     terms = Terms(work.seconds, START_SECONDS, work.uses, _ATTEMPTS, scarce=work.device is not None)
     return JobCrew(
         WorkerPool(server, functools.partial(JobHandler, work.threads), count, "worker", terms=terms), work

@@ -1,7 +1,7 @@
 """Builds and runs candidates on the nodes of a cluster.
 
-A worker on a node has what a pool has on this machine: a fork server, and a process that may crash. Libraries are sent
-as bytes. The pool uses such a crew like one of this machine.
+A worker on a node has a fork server, and a process that may crash, just as a pool has them on this machine. Libraries
+are sent as bytes. A pool uses workers of a cluster like workers of this machine.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Received:
 
 
 class Bench:
-    """The handler of a worker that builds or runs candidates on its node. `machine` and `processor`: the node must have
-    these; `processor` is None if nothing is timed. Raises PoolError if the node has others."""
+    """The handler of a worker that builds or runs candidates on its node. The node must have this `machine` and this
+    `processor` (None: any, if nothing is timed). Raises PoolError if it does not."""
 
     def __init__(self, work: Work, machine: str, processor: str | None) -> None:
         if platform.machine() != machine:
@@ -92,8 +92,8 @@ class DistantCrew(JobCrew):
         return received.answer
 
     def _failure(self, task: Any, error: WorkerError) -> Any:
-        """If a job ends one worker after the other, the candidate is not the cause: the workers of a node have tried it
-        again themselves."""
+        """Raise the error of a job that ended one worker of the cluster after the other. The candidate is not the
+        cause: each of these workers has already tried it again itself (see `crew`)."""
         raise error
 
     def settle(self) -> None:
@@ -101,7 +101,7 @@ class DistantCrew(JobCrew):
 
 
 def distant_crew(factory: WorkerFactory, work: Work, count: int, kind: Kind = Kind.COMPUTE) -> DistantCrew:
-    """At most `count` workers of a cluster. Those that measure must have this machine's processor."""
+    """At most `count` workers of a cluster. Workers that measure must have this machine's processor."""
     processor = cpu_name() if kind is Kind.MEASURE else None
     make = functools.partial(Bench, work, platform.machine(), processor)
     name = "runner" if kind is Kind.MEASURE else "builder"

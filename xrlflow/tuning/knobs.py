@@ -1,4 +1,4 @@
-"""Knobs, the dimensions of a design space, and kernels as vectors of them."""
+"""Knobs, which are the dimensions of a design space, and kernels as vectors with one index for each knob."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
 
 Vector = tuple[int, ...]
-"""For each knob the index of its value."""
+"""A kernel in a design space: for each knob the index of its value."""
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
 
 
 class KnobError(ValueError):
-    """There is nothing to choose from, or a vector is not in this space."""
+    """A design space is empty, or does not contain a vector."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One dimension of a design space. `levels`: its values, ascending. `ordered`: neighbouring values are similar (not
-    so for algorithms)."""
+    """One dimension of a design space. `levels`: its values, ascending. `ordered`: whether neighbouring values are
+    similar (False for algorithms)."""
 
     name: str
     levels: tuple[float, ...]
@@ -36,8 +36,8 @@ class Knob:
         return len(self.levels)
 
     def near(self, index: int) -> tuple[int, ...]:
-        """The indices of the values nearest to this one, ascending, without itself: its neighbours, or all others if
-        the knob is not ordered."""
+        """The indices of the values nearest to the value at `index`, ascending, without `index`: its neighbours, or all
+        other indices if the knob is not ordered."""
         indices = (index - 1, index + 1) if self.ordered else range(len(self))
         return tuple(i for i in indices if i != index and 0 <= i < len(self))
 
@@ -46,8 +46,8 @@ class Knob:
 class Candidate:
     """A kernel to measure.
 
-    `vector`: its vector in the design space; None if it is in none. `trace`: the choice that describes it, as JSON.
-    Candidates with equal `key` are the same kernel.
+    `vector`: the kernel's vector in the design space; None if it belongs to no design space. `trace`: the choice that
+    describes the kernel, as JSON. Candidates with equal `key` are the same kernel.
     """
 
     vector: Vector | None

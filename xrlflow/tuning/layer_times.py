@@ -1,7 +1,7 @@
 """The measured times of layers (convolutions, products, inverted residuals) in a store, and the results of tuning.
 
-The least of many noisy times is low by chance. So a kernel that was measured often enough is preferred, and another
-kernel must be faster than that of an untuned compilation by a margin.
+The least of many noisy times is low by chance. So kernels that were measured often enough are preferred, and another
+kernel than the untuned compilation's is used only if it is faster by a margin.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from xrlflow.tuning.tuners.protocol import Measurement
 if TYPE_CHECKING:
     pass
 
-# The leading kernels of an algorithm are at most this many, and slower than the first by at most this factor.
+# The leading kernels of an algorithm: at most this many, and slower than the fastest by at most this factor.
 _LEADERS, _NEAR = 3, 1.05
-# How often the leaders are measured again: other kernels may lead afterwards.
+# How often the leading kernels are measured again. Other kernels may lead after each time.
 _PASSES = 3
-# A measured blocking must take less than this part of the untuned one's time (see `tuning.one_shot.times.WORTH`).
+# A measured blocking must take less than this fraction of the untuned blocking's time (see
+# `tuning.one_shot.times.WORTH`).
 _WORTH = 0.97
-# The largest deviation from the expected results, relative to the largest of them.
+# The largest deviation from the expected results, relative to the largest expected result.
 _DEVIATION = 2e-5
 
 
 class LayerLog:
-    """Timings that note all layers for which a compilation asks: those that can be measured. `known`: the timings that
-    answer."""
+    """Timings that record all layers whose times a compilation requests, because these layers can be measured. `known`:
+    the timings from which the times are returned (None: no times are returned)."""
 
     def __init__(self, known: Timings | None = None) -> None:
         self._best_kernels = known
         self.layers: list[Layer] = []
-        """In the order of the model."""
+        """The recorded layers, in the order of the model."""
         self.blocks: list[Block] = []
 
     def of(self, workload: LayerWorkload, far: bool) -> Times:
@@ -63,7 +64,7 @@ Called = TypeVar("Called", Layer, Block)
 
 
 def together(layers: Iterable[Called]) -> list[Called]:
-    """Each layer once, with the number of its calls."""
+    """Each of the layers once, with the number of its calls as its weight."""
     layers_by_key: dict[str, Called] = {}
     for layer in layers:
         earlier = layers_by_key.get(layer.key)
@@ -75,8 +76,8 @@ def together(layers: Iterable[Called]) -> list[Called]:
 
 @dataclass(frozen=True, slots=True)
 class StoredTimes:
-    """The `Timings` of a store. If a layer was only measured with its weights in the other place (memory or caches),
-    these times are used."""
+    """The `Timings` that a store contains. If a layer was measured only with weights from caches although they come
+    from memory, or the other way round, those times are used."""
 
     store: Store
     machine: Machine
@@ -97,7 +98,8 @@ class StoredTimes:
         }
 
     def of_block(self, workload: bands.ConvBlock, far: bool) -> TimedBlock | None:
-        """The choice of an untuned compilation, unless another choice is faster by a margin."""
+        """The measured choice for an inverted residual: the untuned compilation's choice, unless another choice is
+        faster by a margin. None without measurements."""
         block = Block(workload, far)
         measured = self._used(block)[1]
         if (apart := measured.get(Kernels.APART)) is None:
@@ -111,8 +113,8 @@ class StoredTimes:
         return TimedBlock(best.seconds, best.choice.blocking)
 
     def _used(self, layer: Measurable[W]) -> tuple[Measurable[W], dict[Hashable, _MeasuredKernel[W] | None]]:
-        """The layer, with its weights where they were when it was measured, and its best kernels: none if too few were
-        measured."""
+        """The layer with weights where they were in the measurements (memory or caches), and the best kernels by group;
+        an empty mapping if too few kernels were measured."""
         for at in (layer, layer.at(not layer.far)):
             measured = self._best_kernels(at)
             needed = layer.needed(self.machine)
@@ -121,7 +123,8 @@ class StoredTimes:
         return layer, {}
 
     def _best_kernels(self, layer: Measurable[W]) -> dict[Hashable, _MeasuredKernel[W] | None]:
-        """The best kernel of each group of choices that was measured; None: all kernels of the group failed."""
+        """The best measured kernel of each group of choices; None: all kernels of the group failed. Groups without
+        measurements are left out."""
         kernels = _measured_kernels(self.store, layer, self.setting)
         best_kernels: dict[Hashable, _MeasuredKernel[W] | None] = {}
         for untuned in layer.untuned(self.machine) if kernels else ():
@@ -136,7 +139,7 @@ class StoredTimes:
     def _better(
         self, layer: Measurable[W], best: _MeasuredKernel[W], untuned: W, some: Sequence[_MeasuredKernel[W]]
     ) -> _MeasuredKernel[W]:
-        """The best kernel, unless the untuned one is as fast."""
+        """The kernel to use: the best kernel, unless the untuned kernel is as fast."""
         for kernel in some:
             as_fast = (
                 kernel.choice == untuned and not kernel.failed and best.seconds > _WORTH * kernel.seconds
@@ -149,8 +152,8 @@ class StoredTimes:
         return layer.is_current(kernel.choice, kernel.key, self.machine)
 
     def seconds(self, layer: Measurable[W], choice: W) -> float | None:
-        """The median seconds of a choice's kernel, for the place of weights (memory or caches) whose times are used;
-        None if there are none."""
+        """The median seconds of a choice's kernel, measured with weights from memory or from caches as in `_used`; None
+        if the kernel was not measured."""
         for kernel in _measured_kernels(self.store, self._used(layer)[0], self.setting):
             if kernel.choice == choice and not kernel.failed and self._is_current(layer, kernel):
                 return kernel.seconds
@@ -159,8 +162,8 @@ class StoredTimes:
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredKernel(Generic[W]):
-    """The measurements of a kernel in the store. `failed`: whether the last one failed. `seconds`: the median of
-    `count` measurements."""
+    """The measurements of a kernel in the store. `failed`: whether the last measurement failed. `seconds`: the median
+    of `count` measurements."""
 
     choice: W
     key: str
@@ -186,7 +189,8 @@ def _median(outcomes: Sequence[Measurement]) -> float:
 
 
 def _ranked(some: Sequence[_MeasuredKernel[W]]) -> list[_MeasuredKernel[W]]:
-    """The kernels of one group, fastest first. If some of them were measured often enough, the others are left out."""
+    """The kernels of one group, fastest first. If some of them were measured often enough, all other kernels are left
+    out."""
     running = [kernel for kernel in some if not kernel.failed]
     often = [kernel for kernel in running if kernel.count >= CONFIRMED] or running
     return sorted(often, key=lambda kernel: kernel.seconds)
@@ -196,9 +200,9 @@ def _ranked(some: Sequence[_MeasuredKernel[W]]) -> list[_MeasuredKernel[W]]:
 class LayerResult:
     """The result of tuning for a layer, which the model calls `calls` times.
 
-    `heuristic`, `chosen`: the kernels of an untuned and of a tuned compilation, with their seconds (None: not
-    measured). `plain_seconds`: the time of the plain algorithm (of a block: of one kernel for each convolution). Both
-    kernels stay within the same budget of rounding errors, so `chosen` need not be the fastest.
+    `heuristic`, `chosen`: the kernels that an untuned and a tuned compilation use, with their seconds (None: not
+    measured). `plain_seconds`: the time of the plain algorithm (for an inverted residual: the time of one kernel for
+    each convolution). Both kernels stay within the same budget of rounding errors, so `chosen` need not be the fastest.
     """
 
     name: str
@@ -218,8 +222,9 @@ def results(
 ) -> list[LayerResult]:
     """The kernels of each layer before and after tuning, with their times; equal layers share an entry.
 
-    `before`, `after`: the layers of both models with the algorithms chosen for them. A layer that was part of a block
-    before counts as untuned, with a plain algorithm. `untuned`: the kernel of an algorithm without tuning.
+    `before`, `after`: the layers of both models with the algorithms chosen for them. A layer that belonged to an
+    inverted residual before tuning counts as untuned, with a plain algorithm. `untuned`: returns the kernel that an
+    untuned compilation uses for a layer and an algorithm.
     """
     rows: dict[tuple[str, str, str], LayerResult] = {}
     algorithms: dict[str, deque[Algorithm]] = defaultdict(deque)
@@ -244,7 +249,7 @@ def results(
 
 
 def block_results(blocks: Iterable[Block], times: StoredTimes) -> list[LayerResult]:
-    """The kernels of blocks before and after tuning. Equal blocks share an entry."""
+    """The kernels of inverted residuals before and after tuning, with their times. Equal blocks share an entry."""
     rows = []
     for block in together(blocks):
         first, measured = block.untuned_choice(times.machine), times.of_block(block.workload, block.far)
@@ -259,8 +264,8 @@ def block_results(blocks: Iterable[Block], times: StoredTimes) -> list[LayerResu
 
 
 def deviation(pool: Pool, kernel: Kernel, arguments: Sequence[Floats] | None, expected: Floats) -> str | None:
-    """A message about wrong results of a kernel for these arguments; None if they are as expected, or if there are no
-    arguments."""
+    """A message about wrong results of a kernel for these arguments; None if the results are as expected, or if
+    `arguments` is None."""
     if arguments is None:
         return None
     try:

@@ -1,5 +1,5 @@
-"""Layers as tuning tasks: the kernels that they may have, the tuners that propose them, and how they are checked and
-timed."""
+"""Layers as tuning tasks: the tuners that propose a layer's kernels, and the checks and measurements of these
+kernels."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ from xrlflow.tuning.tuners.one_shot import OneShotTuner
 from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 from xrlflow.tuning.worker import Timing
 
-# So many kernels of a layer, the fastest according to a predictor, are measured first.
+# The number of kernels of a layer that are measured first if there is a predictor: those that it predicts to be the
+# fastest.
 _PREDICTED = 8
 
 COLD_PRIVATE_CACHES = Timing(samples=10, flush=True)
-"""How the kernels of a model are timed: other kernels have just replaced their weights in the cores' own caches."""
+"""How kernels are timed so that their times hold inside a model: other data have just replaced their weights in the
+cores' private caches."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerTasks:
-    """Layers, each with a different key, as tasks of a session. `heuristic`: returns the choice for a layer in an
-    untuned compilation. `predictor`: if there is one, the kernels that it predicts to be fast are measured first."""
+    """Layers, each with a different key, as tasks of a tuning session. `heuristic`: returns the choice that an untuned
+    compilation makes for a layer. `predictor`: predicts which kernels are fast, so that these are measured first; None:
+    no predictor."""
 
     layers: Sequence[Measurable[Any]]
     machine: Machine
@@ -61,9 +64,10 @@ class LayerTasks:
         ]
 
     def maker(self, method: Method) -> MakeTuner:
-        """A function that makes tuners. They first propose the untuned kernel of each algorithm: so the tuned kernel is
-        never slower, and all algorithms within the budget of errors can be compared. Then they propose what the
-        predictor considers fastest, and then what `method` proposes."""
+        """A function that makes tuners. Such a tuner first proposes the untuned kernel of each algorithm, so that the
+        result is never slower than the untuned kernel, and all algorithms within the budget of rounding errors can be
+        compared. Then it proposes the kernels with the least predicted times, and then those of the tuner for
+        `method`."""
 
         def make(task: Task, seed: int) -> Tuner:
             layer = self.by_key[task.key]
@@ -79,12 +83,12 @@ class LayerTasks:
         return make
 
     def untuned_candidate(self, task: Task) -> Candidate | None:
-        """The kernel of an untuned compilation; None if it cannot be measured alone."""
+        """The kernel that an untuned compilation uses for a layer; None if this kernel cannot be measured alone."""
         layer = self.by_key[task.key]
         return self._candidate(layer, self.heuristic(layer))
 
     def recorded(self, task: Task, record: Record) -> Candidate | None:
-        """The kernel of a record; None if the layer has no such kernel in this version."""
+        """The kernel that was measured for a record; None if this version has no such kernel for the layer."""
         layer = self.by_key[task.key]
         choice = layer.stored(record.trace)
         current = choice is not None and layer.is_current(choice, record.candidate, self.machine)
@@ -93,13 +97,13 @@ class LayerTasks:
     def _candidate(self, layer: Measurable[Any], choice: Any) -> Candidate | None:
         try:
             module = layer.kernel(choice, self.machine)
-        except BackendError:  # it is not only a sequence of kernels
+        except BackendError:  # the choice needs more than a sequence of kernels
             return None
         return Candidate.of(None, json.loads(choice.text), module)
 
 
 class BeginWith:
-    """A tuner that proposes the candidates `first` before those of another tuner."""
+    """A tuner that proposes the candidates `first`, and then the candidates of another tuner."""
 
     def __init__(self, first: Sequence[Candidate], tuner: Tuner) -> None:
         self.name = tuner.name
@@ -121,8 +125,9 @@ class BeginWith:
         self._tuner.update(measured)
 
 
-# A kernel and the untuned one are timed in turns in so many rounds, fewer if these take more than the second number of
-# milliseconds. Before that the untuned one is timed alone, at most so often and so many milliseconds.
+# A kernel and the untuned kernel of its layer are timed in turns: in the first number of rounds, or in fewer if these
+# take more than the second number of milliseconds. Before the first kernel of a layer, the untuned kernel is timed
+# alone: with at most the third number of samples, for at most the fourth number of milliseconds.
 _ROUNDS, _LIMIT, _STEADY, _STEADY_LIMIT = 6, 60.0, 20, 500.0
 
 
@@ -136,7 +141,8 @@ class _Reference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Built:
-    """Kernels that were built together and checked, by the keys of their layer and their code."""
+    """Kernels that were built together and checked. The keys of `kernels` are the key of the layer and the key of the
+    kernel's code."""
 
     files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     kernels: dict[tuple[str, str], Kernel] = field(default_factory=dict)
@@ -146,13 +152,14 @@ class _Built:
 class LayerMeasurer:
     """Checks and times kernels of layers (see `session.Measurer`). Weights of layers that are `far` come from memory.
 
-    A kernel's results are compared with the expected ones before it is timed. (Not on a remote device: there only
-    entire models are verified.) On this machine, a kernel is timed in turns with the untuned one of its layer, since a
-    processor may change its clock rate by a third from one second to the next. Its time is the ratio of both times,
-    multiplied by the untuned kernel's time when the layer's first kernel was measured.
+    A kernel's results are compared with the expected results before the kernel is timed. (On a remote device, only
+    entire models are verified.) On this machine, a kernel is timed in turns with the untuned kernel of its layer, since
+    a processor may change its clock rate by a third from one second to the next. The time that is returned is the ratio
+    of both times, multiplied by the time that the untuned kernel took before the layer's first kernel was measured.
 
-    `pool`: a pool with these options, which stays open; None: one is started when it is needed. A kernel stays built as
-    long as each call of `outcomes` asks for it. The outcomes of a call must be read before the next call.
+    `pool`: a pool with these options, which stays open; None: a pool is started when it is needed. Kernels that were
+    built together stay built as long as each call of `outcomes` asks for one of them. The outcomes of a call must be
+    read before the next call.
     """
 
     layers: LayerTasks
@@ -183,7 +190,7 @@ class LayerMeasurer:
             yield position, kernel if isinstance(kernel, Measurement) else self._timed(task, kernel)
 
     def _timed(self, task: Task, kernel: Kernel) -> Measurement:
-        """Time a kernel, in turns with the layer's untuned kernel if that can be measured alone."""
+        """Time a kernel: in turns with the layer's untuned kernel if the latter can be measured alone."""
         far, pool = self.layers.by_key[task.key].far, self._open_pool()
         timing = replace(self.options.timing, others=last_level() if far else 0)
         if (reference := self._reference(task, timing)) is None:
@@ -194,8 +201,8 @@ class LayerMeasurer:
         return Measurement(tuple(reference.seconds * mine / other for other, mine in rounds))
 
     def untuned_seconds(self, key: str) -> float | None:
-        """The seconds of the untuned kernel with which kernels of a layer are timed in turns; None if there was
-        none."""
+        """The seconds of a layer's untuned kernel, which takes turns with each other kernel of the layer when that is
+        timed; None if the untuned kernel was not measured. `key`: the layer's key."""
         reference = self._references.get(key)
         return None if reference is None else reference.seconds
 
@@ -219,8 +226,8 @@ class LayerMeasurer:
     def _checked(
         self, task: Task, candidates: Sequence[Candidate], until: float = math.inf
     ) -> Iterator[tuple[int, Kernel | Measurement]]:
-        """The kernels of candidates with their positions, or the errors of those that fail. Candidates that would begin
-        after `until` (`time.monotonic`) are left out."""
+        """For each candidate its position, and its kernel, built and checked, or a measurement with the error.
+        Candidates that would begin after `until` (`time.monotonic`) are left out."""
         layer, pool = self.layers.by_key[task.key], self._open_pool()
         self._keep({(task.key, one.key) for one in candidates})
         ready = {name: kernel for built in self._built for name, kernel in built.kernels.items()}
@@ -241,7 +248,8 @@ class LayerMeasurer:
                 yield i, result
 
     def _keep(self, names: Collection[tuple[str, str]]) -> None:
-        """Remove the files of kernels, except of those that were built together with one of these."""
+        """Remove the files of built kernels. `names`: kernels whose files remain, with the files of all kernels that
+        were built together with them."""
         needed = [built for built in self._built if not built.kernels.keys().isdisjoint(names)]
         for built in self._built:
             if built not in needed:

@@ -1,4 +1,5 @@
-"""Convolutions and products as layers to be measured: the kernel of each choice, alone, and its expected results.
+"""Convolutions and products as layers to be measured: for each choice the kernel as a module of its own, and the
+expected results.
 
 A layer is identified by its workload. Its weights and images are random numbers, since times do not depend on them.
 """
@@ -42,7 +43,7 @@ _INDICES = {algorithm: index for index, algorithm in enumerate(Algorithm)}
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A convolution or product, independent of its algorithm (see `Measurable`). `weight`: how often the model calls
+    """A convolution or product, whatever algorithm computes it (see `Measurable`). `weight`: how often the model calls
     it."""
 
     workload: LayerWorkload
@@ -68,13 +69,14 @@ class Layer:
         return replace(self, far=far)
 
     def untuned_choice(self, algorithm: Algorithm, machine: Machine) -> KernelChoice:
-        """The kernel of an algorithm in an untuned compilation."""
+        """The kernel that an untuned compilation uses if it chooses this algorithm."""
         if algorithm is not Algorithm.TILES:
             return KernelChoice(algorithm, KERNELS[algorithm].best_blocking(self.workload, machine))
         return KernelChoice(algorithm, next(iter(tiles.tile_choices(self.workload, machine)), None))
 
     def estimated(self, machine: Machine) -> KernelChoice:
-        """The kernel of an untuned compilation without a predictor, without regard to its rounding errors."""
+        """The kernel with the least estimated time. An untuned compilation without a predictor uses it, if the rounding
+        errors permit."""
         costs = estimates(self.workload, machine)
         return self.untuned_choice(min(costs, key=costs.__getitem__), machine)
 
@@ -118,8 +120,8 @@ class Layer:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The pixels (or rows) of the image and of the result, the width of the result, channels of both, terms,
-        window, groups, stride, steps, extras as large as the result, whether weights come from memory, and a 0 (see
-        `Block.sizes`)."""
+        window, groups, stride, steps, the extra operands that are as large as the result, whether weights come from
+        memory, and a 0 (see `Block.sizes`)."""
         workload = self.workload
         read, written = math.prod(workload.image[:-1]), math.prod(workload.out[:-1])
         window, groups, stride = 1, 1, 1
@@ -148,13 +150,15 @@ class Layer:
             return False
 
     def kernel(self, choice: KernelChoice, machine: Machine) -> IRModule:
-        """The kernel. If tiles need other kernels for padding and cropping, they are one function with these."""
+        """The kernel of a choice. If TILES need further kernels for padding and cropping, one function runs all of
+        them."""
         if choice.algorithm is not Algorithm.TILES:
             return _written(self.workload, choice)
         return _tiled(self.workload, choice, machine)
 
     def arguments(self, choice: KernelChoice, machine: Machine) -> list[Floats] | None:
-        """The arguments of the kernel. None for the untuned tiles, with whose results all others are compared."""
+        """The arguments of the kernel. None for TILES with the untuned blocking, since its results are the expected
+        results of all other kernels."""
         workload, operands = self.workload, tiles.random_operands(self.workload)
         if choice == self.untuned_choice(Algorithm.TILES, machine):
             return None
@@ -169,7 +173,7 @@ class Layer:
         return [large["image"], packed, *extras]
 
     def expected(self, machine: Machine) -> Floats:
-        """The output of untuned tiles."""
+        """The expected results: the output of TILES with the untuned blocking."""
         return run(_scheduled(self.workload, machine), tiles.random_variables(self.workload), machine)
 
 
@@ -197,5 +201,5 @@ def _tiled(workload: LayerWorkload, choice: KernelChoice, machine: Machine) -> I
 
 
 def _scheduled(workload: LayerWorkload, machine: Machine) -> Any:
-    """The scheduled module of a layer with untuned tiles."""
+    """The scheduled module of a layer for TILES with the untuned blocking."""
     return schedule_all(tiles.fuse_layer(workload, tiles.random_operands(workload), machine), machine)

@@ -1,6 +1,6 @@
-"""Compiles graphs of a model to files and libraries with kernels, by TVM, in a process that can be ended.
+"""Compiles graphs of a model with TVM to files and libraries with kernels, in a process that can be ended.
 
-Kernels are chosen by measurements of the store, by a predictor, or by estimates.
+Kernels are chosen by times: measured times from the store, predicted times, or estimated times.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def load_tvm() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """The arguments of a `Lowering`, to make it in another process: without open files, and without what only measuring
-    needs."""
+    """The arguments with which another process creates an equal `Lowering`: without open files, and without the
+    arguments that only measurements need."""
 
     target: ExecutionTarget
     shapes: Mapping[str, Sequence[int]]
@@ -79,19 +79,20 @@ class Lowering:
 
     target: ExecutionTarget
     shapes: Mapping[str, Sequence[int]]
-    """Sizes of inputs with open dimensions."""
+    """The shapes of inputs with open dimensions (whose sizes the model does not fix), by the name of the input."""
     folder: str
     """The folder for libraries."""
     store: Store
-    """Measurements of kernels."""
+    """The store with the measurements of kernels."""
     session_options: Any = None
     """The options of ONNX Runtime, with which results are compared."""
     algorithms: Algorithms = DEFAULT
     predictor: Predictor | None = None
-    """Chooses kernels for layers that were not measured; None: estimates choose."""
+    """Predicts times, by which kernels are chosen for layers that were not measured; None: they are chosen by estimated
+    times."""
     child: Child | None = None
-    """The process in which TVM compiles; None: this one, where nothing can end it. When the time of `deadline` is over,
-    the child is ended, and its call raises OutOfTime (a BackendError)."""
+    """The process in which TVM compiles; None: this process, in which nothing can end a compilation. When the time of
+    `deadline` is over, the child is ended, and its call raises OutOfTime (a BackendError)."""
 
     @property
     def threads(self) -> int:
@@ -105,18 +106,19 @@ class Lowering:
         )
 
     def backend(self, tuned: bool = True) -> Tvm:
-        """The TVM backend. `tuned`: it uses the times of kernels in the store."""
+        """The TVM backend. `tuned`: whether it chooses kernels by the times in the store."""
         timings = self._predicted(self.layer_times) if tuned else self.untuned_times
         return Tvm(self.target.machine, self.shapes or None, replace(self.algorithms, timings=timings))
 
     @property
     def tuned_algorithms(self) -> Algorithms:
-        """The algorithms, with the times of the store, or else a predictor."""
+        """The algorithms that layers may use, with times from the store, and predicted times where the store has
+        none."""
         return replace(self.algorithms, timings=self._predicted(self.layer_times))
 
     @property
     def untuned_times(self) -> Timings | None:
-        """The times for untuned compilations: the predictor's; None: estimates."""
+        """The times by which untuned compilations choose kernels: predicted times; None: estimated times."""
         return self._predicted(None)
 
     def _predicted(self, measured: Timings | None) -> Timings | None:
@@ -126,7 +128,7 @@ class Lowering:
 
     @property
     def layer_times(self) -> StoredTimes:
-        """The times of layers and blocks in the store."""
+        """The times of layers and of inverted residuals in the store."""
         return StoredTimes.on(self.store, self.target.machine, self.threads, self.target.device)
 
     def hybrid(self, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str) -> Hybrid:
@@ -161,7 +163,8 @@ class Lowering:
 
     @property
     def kernels_version(self) -> str:
-        """A text that changes with the algorithms, and when kernels may have been tuned further."""
+        """A text that changes if compilations may choose other kernels: when the algorithms change, and after further
+        tuning."""
         exact = " exact" if self.algorithms.exact else ""
         exact += f" predicted {version_of(self.predictor)}" if self.predictor is not None else ""
         state = self.store.state(self.target.device or cpu_name())

@@ -1,4 +1,5 @@
-"""The interface of layers and blocks: parts of a model with several kernels each, to be measured by `layer_times`."""
+"""The interface of layers and of inverted residuals: parts of a model that several kernels can compute. `layer_times`
+has their measured times."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Choice(Hashable, Protocol):
-    """A kernel among those that compute the same. Choices of one `group` differ in blocking only."""
+    """A kernel among all kernels that compute the same layer. Choices of one `group` differ in blocking only."""
 
     @property
     def group(self) -> Hashable: ...
 
     @property
     def text(self) -> str:
-        """The choice as JSON, as stores have it."""
+        """The choice as JSON text, in which it is stored."""
         ...
 
 
@@ -32,16 +33,16 @@ W = TypeVar("W", bound=Choice)
 
 
 def workload_key(kind: str, workload: object, far: bool) -> str:
-    """The key of a layer in stores (see `Measurable`). The name of the workload's class is not part of it: all keys say
-    `Form`."""
+    """The key of a layer in stores (see `Measurable`). The key does not depend on the name of the workload's class: all
+    keys are computed with the name `Form`."""
     text = json.dumps([f"Form({repr(workload).partition('(')[2]}", far])
     return f"{kind} {hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
 class Measurable(Protocol[W]):
-    """A part of a model that has several kernels. `far`: its weights come from memory. `key`: a name under which
-    measurements are stored; it is equal, in every process, for parts with equal times. `work`: the multiplications of
-    all calls in the model."""
+    """A part of a model that several kernels can compute. `far`: whether its weights come from memory, not from caches.
+    `key`: the name under which measurements are stored. Parts with equal times have equal keys, in every process.
+    `work`: the multiplications of all calls in the model."""
 
     @property
     def far(self) -> bool: ...
@@ -57,25 +58,26 @@ class Measurable(Protocol[W]):
 
     @property
     def weight(self) -> int:
-        """How often the model calls it."""
+        """How often the model calls this part."""
         ...
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers on which its times depend besides the choice, as many for all layers."""
+        """The dimensions of the part, on which times depend besides the choice. All layers have the same number of
+        them."""
         ...
 
     def needed(self, machine: Machine) -> Sequence[Hashable]:
-        """The groups that must have been measured; otherwise measurements are not used. A kernel of the first one must
-        have run."""
+        """The groups of choices that must have been measured. Otherwise measurements of this part are not used. At
+        least one kernel of the first group must have run without an error."""
         ...
 
     def at(self, far: bool) -> Measurable[W]:
-        """The same part with weights from memory, or not."""
+        """The same part with weights from memory (`far`) or from caches."""
         ...
 
     def untuned(self, machine: Machine) -> Sequence[W]:
-        """The kernel of each group in an untuned compilation."""
+        """The kernels that an untuned compilation uses, one of each group."""
         ...
 
     def everything(self, machine: Machine) -> Sequence[W]:
@@ -83,11 +85,11 @@ class Measurable(Protocol[W]):
         ...
 
     def numbers(self, choice: W) -> Mapping[str, int]:
-        """The knobs of a choice, by their names in `space.KNOBS`."""
+        """The values of a choice's knobs, by the knobs' names in `space.KNOBS`."""
         ...
 
     def loops(self, choice: W) -> Sequence[Loop]:
-        """The loops of the kernel of a choice (see `kernels.loops`); none if they are not known."""
+        """The loops of the kernel of a choice (see `kernels.loops`); an empty sequence if the loops are not known."""
         ...
 
     def weights(self, choice: W) -> int:
@@ -95,19 +97,21 @@ class Measurable(Protocol[W]):
         ...
 
     def estimate(self, choice: W, machine: Machine) -> float:
-        """The estimated time, in a unit of this layer."""
+        """The estimated time of a choice. Its unit may differ between layers."""
         ...
 
     def stored(self, text: str) -> W | None:
-        """The choice of a record; None if another version of the program wrote something else."""
+        """The choice that a stored text describes; None if another version of the program wrote a text that this
+        version cannot read."""
         ...
 
     def is_current(self, choice: W, key: str, machine: Machine) -> bool:
-        """Whether a stored choice still exists, and its kernel is still the one that was measured."""
+        """Whether a stored choice still exists, and its kernel's code is still what was measured. `key`: the digest of
+        the measured code."""
         ...
 
     def kernel(self, choice: W, machine: Machine) -> IRModule:
-        """The kernel of a choice, in a module of its own. Raises BackendError if there is none."""
+        """The kernel of a choice, in a module of its own. Raises BackendError if the choice has no kernel."""
         ...
 
     def arguments(self, choice: W, machine: Machine) -> Sequence[Floats] | None:
@@ -120,5 +124,5 @@ class Measurable(Protocol[W]):
 
 
 def key_of(subject: Measurable[W], choice: W, machine: Machine) -> str:
-    """A digest of the kernel's code."""
+    """A digest of the code of a choice's kernel."""
     return module_key(subject.kernel(choice, machine))

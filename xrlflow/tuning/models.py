@@ -1,5 +1,5 @@
-"""Tunes the kernels of one model. Its graph and the graph that a search found share one budget, and the faster is
-used."""
+"""Tunes the kernels of one model. The original graph and the graph that a search found share one budget of trials. The
+faster of the two tuned graphs is used."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from xrlflow.tuning.session import Progress, Stop, TuningResult, tune
 from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.workers import WorkerFactory
 
-# Seconds for the comparison of tuned models.
+# Seconds for the comparison of tuned models, and the seconds if the tuning was interrupted or is in a hurry.
 _COMPARING, _COMPARING_HURRIED = 20.0, 5.0
 
 
-# The models that `tune` compares, in this order.
+# Descriptions of the models that `tune_model` compares, in the order of the models.
 _WRITTEN = (
     "the original graph, untuned",
     "the original graph with what tuning found",
@@ -49,8 +49,8 @@ class TunedModel:
     """A model with tuned kernels: the results of tuning, and the fastest compiled model.
 
     There are up to three compiled models: the original graph, untuned and tuned, and the graph of the search, tuned.
-    `written`: the name of the fastest. `layers`: the results of tuning for the layers of its graph. `compared`: on a
-    remote device, the best tuned model against the untuned one.
+    `written`: a description of the fastest model. `layers`: the results of tuning for the layers of the fastest model's
+    graph. `compared`: on a remote device, the best tuned model against the untuned one.
     """
 
     tuning: TuningResult
@@ -68,8 +68,8 @@ class TunedModel:
 
 @dataclass(frozen=True, slots=True)
 class TuningPlan:
-    """How kernels are tuned: with `trials` trials in all, `batch` at a time for one kernel, within `time_limit`
-    seconds.
+    """How kernels are tuned: with `trials` measured candidates in all, `batch` at a time for one layer, within
+    `time_limit` seconds.
 
     `factory`: creates the workers; None: this machine does the work.
     """
@@ -98,17 +98,17 @@ def tune_model(
 ) -> TunedModel:
     """Tune the layers of one or two ONNX files within one budget, and compile them.
 
-    `graphs`: the original's graph, and that of a search. With `feeds`, the original in ONNX Runtime (not on a remote
-    device), the untuned and the tuned models are compared, in less time if the tuning was interrupted or `hurried`.
-    Without `feeds` the result is the original's graph, tuned.
+    `graphs`: the original's graph and, if there is one, the graph of a search. With `feeds`, the original in ONNX
+    Runtime (not on a remote device), the untuned and the tuned models are compared, in less time if the tuning was
+    interrupted or `hurried`. Without `feeds` the result is the original's graph, tuned.
 
     Raises BackendError if the original graph cannot be lowered or run, and PoolError if nothing can be measured.
     """
     lowering.target.check_runs()
     predicted = plan.method is Method.ONE_SHOT
-    if predicted:  # the untuned model must not be predicted
+    if predicted:  # the untuned model must not use predicted times
         lowering = replace(lowering, predictor=None)
-    # This comes first, because a graph that cannot be compiled is not worth tuning.
+    # The untuned compilation comes first, because a graph that cannot be compiled is not worth tuning.
     untuned = lowering.backend(tuned=False).compile(graphs[0], threads=lowering.threads)
     fused, remarks = _fused(lowering, graphs)
     layers: list[tuple[LayerResult, ...]]
@@ -142,7 +142,8 @@ def tune_model(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fused:
-    """A file as a fused module, with its layers, their algorithms, and its blocks."""
+    """An ONNX file as a module after fusion, with its layers, the algorithms of the layers, and its inverted residuals
+    (`blocks`)."""
 
     path: str
     module: Any
@@ -162,8 +163,8 @@ def _tuned(
     plan: TuningPlan,
     listener: Callable[[Progress], None] | None,
 ) -> tuple[TuningResult, list[tuple[LayerResult, ...]]]:
-    """Tune the layers and blocks of graphs. Returns the result, and for each graph the results of its layers and
-    blocks."""
+    """Tune the layers and inverted residuals of graphs. Returns the result of the session, and for each graph the
+    results of its layers and inverted residuals."""
     choices = [choice for graph in graphs for choice in graph.choices]
     untuned = _Untuned(lowering.target.machine, choices, lowering.untuned_times)
     end, again = time.monotonic() + plan.time_limit, list(graphs)
@@ -172,8 +173,8 @@ def _tuned(
         tasks = LayerTasks(_together(again, ()), lowering.target.machine, untuned.choice, lowering.predictor)
         measurer = LayerMeasurer(tasks, plan.pool(lowering.threads, lowering.target.remote), at_end)
         tuned_keys: set[str] = set()
-        # If a block is faster as separate kernels, its convolutions become layers, or parts of smaller blocks. So new
-        # layers may have to be tuned in further rounds.
+        # If an inverted residual is faster with separate kernels, its convolutions become layers, or parts of smaller
+        # inverted residuals. So there may be new layers to tune in further rounds.
         while total is None or (tasks.layers and not total.interrupted):
             spent = 0 if total is None else sum(task.trials for task in total.tasks)
             result = tune(
@@ -199,7 +200,7 @@ def _tuned(
 
 
 def _together(graphs: Iterable[_Fused], tuned_keys: Collection[str]) -> list[Layer | Block]:
-    """The layers and blocks of graphs, each once, without those whose keys are in `tuned_keys`."""
+    """The layers and inverted residuals of all graphs, each once, but none whose key is in `tuned_keys`."""
     graphs = list(graphs)
     layers: list[Layer | Block] = [
         *together(layer for graph in graphs for layer in graph.layers),
@@ -209,8 +210,9 @@ def _together(graphs: Iterable[_Fused], tuned_keys: Collection[str]) -> list[Lay
 
 
 class _Untuned:
-    """The choices of untuned compilations. `choices`: the algorithms of the layers there; layers that were part of a
-    block have a plain one. `times`: the times by which blockings are chosen; None: by estimates."""
+    """The kernels that untuned compilations use. `choices`: the algorithms of layers in these compilations; layers that
+    were part of an inverted residual have a plain algorithm. `times`: the times by which blockings are chosen; None:
+    they are chosen by estimated times."""
 
     def __init__(
         self, machine: Machine, choices: Iterable[tuple[Layer, AlgorithmChoice]], times: Timings | None = None
@@ -224,7 +226,7 @@ class _Untuned:
         return self.of(layer, self._algorithms.get(layer.key, layer.needed(self._machine)[0]))
 
     def of(self, layer: Layer, algorithm: Algorithm) -> KernelChoice:
-        """The kernel of an algorithm for a layer."""
+        """The kernel that an untuned compilation uses for a layer with this algorithm."""
         timed = None if self._times is None else self._times.of(layer.workload, layer.far).get(algorithm)
         return (
             layer.untuned_choice(algorithm, self._machine)
@@ -234,8 +236,8 @@ class _Untuned:
 
 
 def _compiled(lowering: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
-    """Compile files with the results of tuning. If one fails there is a remark; if the first fails, its error is
-    raised."""
+    """Compile files with the results of tuning. If the first file fails, its error is raised; if another file fails, a
+    remark is added."""
     backend = lowering.backend()
     for graph in graphs:
         try:
@@ -254,8 +256,9 @@ def _fastest(
     limit: float,
     remarks: list[str],
 ) -> tuple[float | None, Sequence[float | None], int, RepeatedComparison | None]:
-    """What `_fastest_here` or `_fastest_there` found. If the models cannot be measured, a remark says why, there are no
-    times, and the original's graph, tuned, counts as the fastest."""
+    """Compare the models by `_fastest_here` or `_fastest_there`. Returns milliseconds of the original in ONNX Runtime,
+    and of each model; the index of the fastest; and on a remote device a comparison. If the models cannot be measured,
+    a remark says why, all times are None, and the tuned original graph counts as the fastest."""
     try:
         if lowering.target.remote is not None:
             return None, *_fastest_there(lowering.target, models, feeds, limit)
@@ -273,7 +276,7 @@ def _fastest_here(
     limit: float,
 ) -> tuple[float, list[float], int]:
     """Milliseconds of the original in ONNX Runtime and of the compiled models on this machine, and the index of the
-    fastest (of a tuned one, if several are equal)."""
+    fastest model (of equally fast models, the last, so that a tuned model is preferred)."""
     measured = measure(
         [original, *(path for path, _ in models)], dict(feeds), threads=lowering.threads, time_limit=limit,
         target_width=0.02, control=False,
@@ -286,7 +289,7 @@ def _fastest_there(
     target: ExecutionTarget, models: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
 ) -> tuple[list[float], int, RepeatedComparison]:
     """Milliseconds of all models on the remote device, the index of the fastest, and the best tuned model compared with
-    the untuned one. If there are two tuned ones, this comparison is a session of its own."""
+    the untuned one. If there are two tuned models, this comparison is a session of its own."""
     there = compare_there(target, models, feeds, limit if len(models) == 2 else 0.5 * limit)
     times = [latency.median_ms for latency in there.latencies]
     better = min(range(1, len(models)), key=times.__getitem__)
@@ -297,7 +300,8 @@ def _fastest_there(
 
 
 def _fused(lowering: Lowering, graphs: Sequence[str]) -> tuple[list[_Fused], list[str]]:
-    """ONNX files as fused modules, and remarks. Files that cannot be lowered are left out, except the first."""
+    """ONNX files as fused modules, and remarks on files that cannot be lowered. These are left out; for the first file,
+    the error is raised."""
     fused: list[_Fused] = []
     remarks: list[str] = []
     for graph in graphs:
@@ -311,8 +315,8 @@ def _fused(lowering: Lowering, graphs: Sequence[str]) -> tuple[list[_Fused], lis
 
 
 def _fuse(lowering: Lowering, path: str, known: Timings | None = None) -> _Fused:
-    """A file as a fused module. Layers without `known` times are chosen by estimates. Raises BackendError if the file
-    cannot be lowered."""
+    """An ONNX file as a fused module. Kernels of layers without `known` times are chosen by estimated times. Raises
+    BackendError if the file cannot be lowered."""
     import onnx
 
     log = LayerLog(known)

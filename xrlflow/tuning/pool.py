@@ -1,9 +1,10 @@
 """Builds and runs candidates in processes that may crash without ending the tuning.
 
-Builders compile, one for each core. One runner measures while nothing is built; with a remote device, there is one
-runner for each device with its key. All of them are workers that are used for many candidates. When a candidate crashes
-its worker or exceeds its time limit, the fork server (see `worker.py`) forks a new worker while the others go on. On a
-cluster, each builder and runner of a node has a fork server there (see `distant.py`).
+Builders compile; there is one builder for each core. One runner measures while nothing is built; with a remote device,
+there is one runner for each device with its key. Builders and runners are workers, each of which is used for many
+candidates. When a candidate crashes its worker or exceeds its time limit, the fork server (see `worker.py`) forks a new
+worker while the other workers go on. On a cluster, each builder and runner has a fork server on its node (see
+`distant.py`).
 
 Nothing outlives a pool. The fork server kills all workers and removes their files when its socket closes: when the pool
 is closed, and when the process that owns the pool is killed.
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from xrlflow.tuning.tasks import Task
 
 # For each builder, this many candidates of a batch are built and run before the others are built: so a good candidate
-# is known sooner, at the price of waiting for the builders once more.
+# is measured sooner, but the runner waits for the builders once more.
 _FIRST = 2
 
 
@@ -87,7 +88,7 @@ class PoolOptions:
     uses: int = 500
     """The number of candidates after which a worker is replaced, because TVM leaks memory."""
     remote: Remote | None = None
-    """Candidates run on the devices with this key, one at a time on each; None: on no remote device."""
+    """Candidates run on the devices with this key, one candidate at a time on each; None: no remote device is used."""
     factory: WorkerFactory | None = None
     """Creates workers that build candidates, and run them if there is no remote device; None: this machine does the
     work."""
@@ -105,7 +106,7 @@ class PoolOptions:
 
 
 class Pool:
-    """Builders and a runner, for any number of tasks. Use it in a `with` statement, or close it.
+    """Builders and a runner, for any number of tuning tasks. Use it in a `with` statement, or close it.
 
     Raises PoolError on first use if its workers cannot start, for instance because TVM is missing.
     """
@@ -128,7 +129,7 @@ class Pool:
     def _crew_of_runners(self) -> JobCrew:
         options, remote = self.options, self.options.remote
         work = Work("running", options.threads, options.uses, options.run_seconds)
-        if remote is not None:  # the device itself ends slow runs; if it does not, it has disappeared
+        if remote is not None:  # the device ends slow runs itself, unless it has disappeared
             work = replace(work, seconds=options.run_seconds + 2 * PATIENCE, device=options.device)
             return local_crew(self._server, count_devices(remote), work)
         if options.factory is None:
@@ -147,8 +148,8 @@ class Pool:
 
     @property
     def _elsewhere(self) -> bool:
-        """Whether kernels are built or run on another machine, so that libraries must name the libraries that they
-        need."""
+        """Whether kernels are built or run on another machine, so that the file of a kernel must name the libraries on
+        which it depends."""
         return self.options.remote is not None or self.options.factory is not None
 
     @property
@@ -158,22 +159,22 @@ class Pool:
 
     @property
     def building(self) -> float:
-        """The seconds of building so far."""
+        """The seconds during which candidates were built so far."""
         return self._builders.seconds
 
     @property
     def running(self) -> float:
-        """The seconds of running so far."""
+        """The seconds during which candidates were run so far."""
         return self._runners.seconds
 
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf
     ) -> Generator[tuple[int, Measurement], None, None]:
-        """The outcomes of candidates with their positions, as they arrive.
+        """The outcomes of candidates, as (position, measurement), as they arrive.
 
-        The first few candidates (the best ones, if the tuner orders them) are built and run before the others are
-        built. In both parts, those that fail to build come first. Candidates that would start after `until`
-        (`time.monotonic`) are left out. The generator may be closed at any time.
+        The first few candidates (the most promising ones, if the tuner orders them) are built and run before all other
+        candidates are built. In both parts, candidates that fail to build come first. Candidates that would start after
+        `until` (`time.monotonic`) are left out. The generator may be closed at any time.
         """
         few = _FIRST * self.options.builders
         for start, part in ((0, candidates[:few]), (few, candidates[few:])):
@@ -186,8 +187,8 @@ class Pool:
     def _outcomes(
         self, task: Task, candidates: Sequence[Candidate], until: float
     ) -> Generator[tuple[int, Measurement], None, None]:
-        """The outcomes of a part of the candidates: all are built, then run, so that nothing else runs while a kernel
-        is timed."""
+        """The outcomes of one part of the candidates. First all of them are built, and then they are run, so that
+        nothing else runs while a kernel is timed."""
         paths = self._paths(len(candidates))
         try:
             libraries: dict[int, tuple[Argument, ...]] = {}
@@ -220,8 +221,8 @@ class Pool:
     def evaluate(self, task: Task, candidate: Candidate, inputs: Sequence[Array]) -> tuple[Array, ...]:
         """The outputs of a kernel: its parameters after `inputs`, which are zero before the call.
 
-        Raises BackendError if it does not build or run, if it does not accept the inputs, or if the pool has a remote
-        device.
+        Raises BackendError if the kernel does not build or run, if it does not accept the inputs, or if the pool has a
+        remote device.
         """
         with self.built(task.target, [candidate.mod]) as (kernel,):
             if kernel is None:
@@ -234,9 +235,9 @@ class Pool:
     def built(
         self, target: Target, modules: Sequence[IRModule], until: float = math.inf
     ) -> Iterator[list[Kernel | Measurement | None]]:
-        """Build modules of one function each, as kernels that can be called and timed inside the context. For a module
-        that does not build, there is a measurement with the error; for one that would have begun after `until`
-        (`time.monotonic`), None."""
+        """Build modules of one function each, as kernels that can be called and timed inside the context. A module that
+        does not build gives a measurement with the error. A module whose building would have begun after `until`
+        (`time.monotonic`) gives None."""
         paths = self._paths(len(modules))
         kernels: list[Kernel | Measurement | None] = [None] * len(modules)
         try:
@@ -271,8 +272,8 @@ class Pool:
         raise PoolError("the pool is closed")
 
     def in_turns(self, kernels: Sequence[Kernel], timing: Timing) -> list[tuple[float, ...]] | Measurement:
-        """For each round, the seconds of one call of each kernel; a measurement with the error if it fails. Raises
-        BackendError if the pool has a remote device."""
+        """For each round, the seconds of one call of each kernel; a measurement with the error if a kernel fails.
+        Raises BackendError if the pool has a remote device."""
         if self.options.remote is not None:
             raise BackendError(f"kernels are not timed in turns on {self.options.remote}")
         job = Turns(tuple((kernel.path, kernel.arguments) for kernel in kernels), timing)
@@ -311,7 +312,7 @@ class Pool:
         return RunThere(path, arguments, timing, remote, seconds, threads, PATIENCE)
 
     def _check_space(self) -> None:
-        """Raise PoolError if the disk is full: then it is not the candidate's fault that it cannot be built."""
+        """Raise PoolError if the disk is full: in this case, the candidate is not the cause of a failure to build."""
         folder = self._server.folder
         if shutil.disk_usage(folder).free < _SPACE:
             raise PoolError(f"{folder}: no space is left for kernels: make some, or set TMPDIR")
@@ -328,7 +329,7 @@ class Pool:
     ) -> Iterator[Build]:
         save = tvm().ir.save_json
         text = save(target)
-        # A generator: a module is serialised when a builder is free, while other builders work.
+        # A generator, so that a module is serialised only when a builder is free, while other builders work.
         return (Build(save(mod), text, path, elsewhere) for mod, path in zip(modules, paths, strict=True))
 
 

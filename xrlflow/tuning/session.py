@@ -1,5 +1,5 @@
-"""A tuning session: trials are divided among tasks; candidates are proposed, measured and stored, until a limit is
-reached."""
+"""A tuning session. Trials (measured candidates) are divided among tuning tasks (kernels to tune). Candidates are
+proposed, measured and stored until a limit is reached."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ from xrlflow.tuning.tuners.protocol import Measurement, Tuner
 if TYPE_CHECKING:
     from types import TracebackType
 
-# The leading kernels of a task are at most this many, and slower than the first by at most this factor.
+# The leading kernels of a task: at most this many, and slower than the fastest by at most this factor.
 _LEADERS, _NEAR = 3, 1.05
-# They are measured again in at most this many rounds; in later sessions only if these have measured something new.
+# The leading kernels are measured again in at most this many rounds. A later session does this again only if it has
+# measured new candidates of the task.
 _ROUNDS = 8
-# Measuring them again takes at most this part of the time limit, and at most this many seconds per task.
+# To measure the leading kernels again takes at most this fraction of the time limit, and at most this many seconds for
+# each task.
 _AGAIN, _AGAIN_SECONDS = 0.2, 4.0
 
 MakeTuner: TypeAlias = Callable[[Task, int], Tuner]
-"""A function that makes a tuner for a task, with a seed. It raises KnobError if the task has nothing to choose from."""
+"""A function that makes a tuner for a task, with a seed. It raises KnobError if the task's design space is empty."""
 
 
 Outcomes: TypeAlias = Generator[tuple[int, Measurement], None, None]
-"""Positions of candidates and their outcomes. The generator may be closed at any time."""
+"""(Position of a candidate, outcome) for each measured candidate. The generator may be closed at any time."""
 
 
 class Measurer(Protocol):
-    """What a session needs from a pool."""
+    """What a session needs in order to measure: a `Pool` or another measurer."""
 
     @property
     def threads(self) -> int:
@@ -58,8 +60,8 @@ class Measurer(Protocol):
         ...
 
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float) -> Outcomes:
-        """The outcomes of candidates with their positions, as they arrive. Candidates that would start after `until`
-        are left out."""
+        """The outcomes of candidates, as (position, measurement), as they arrive. Candidates that would start after
+        `until` (`time.monotonic`) are left out."""
         ...
 
 
@@ -67,11 +69,11 @@ class Kernels(Protocol):
     """The kernels that a session measures again."""
 
     def untuned_candidate(self, task: Task) -> Candidate | None:
-        """The kernel of an untuned compilation; None if it cannot be measured alone."""
+        """The kernel that an untuned compilation uses for a task; None if this kernel cannot be measured alone."""
         ...
 
     def recorded(self, task: Task, record: Record) -> Candidate | None:
-        """The kernel of a record; None if the task has no such kernel in this version."""
+        """The kernel that was measured for a record; None if this version has no such kernel for the task."""
         ...
 
 
@@ -86,7 +88,8 @@ class Stop(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A task's best time in seconds after `trials` of its trials, `elapsed` seconds into the session."""
+    """A point of a task's curve. `best`: its best time in seconds after `trials` of its trials, `elapsed` seconds after
+    the session began."""
 
     trials: int
     elapsed: float
@@ -95,31 +98,32 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """The result of a session for one task."""
+    """The result of a session for one tuning task."""
 
     task: Task
     best: Record | None
     """The best kernel, which may be from an earlier session."""
     trials: int
-    """All trials. Those of earlier sessions, which are not repeated, count as well."""
+    """The number of trials. Trials of earlier sessions, which are not repeated, count as well."""
     measured: int
-    """The trials that were measured in this session."""
+    """The number of trials that were measured in this session."""
     failed: int
-    """The measured trials without a time."""
+    """The number of measured trials that failed."""
     curve: tuple[Point, ...]
-    """The best time after each batch, before leaders are measured again."""
+    """The best time after each batch, before the leading kernels are measured again."""
     error: str | None
-    """Why the task could not be tuned; None if it could."""
+    """Why the task could not be tuned; None if it was tuned."""
 
     @property
     def seconds(self) -> float:
-        """The best time of one call in seconds; infinite if there is none."""
+        """The best time of one call in seconds; infinite if no candidate ran."""
         return self.best.outcome.median if self.best is not None else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """The result of a session. Of its `seconds`, the tuners took `proposing` and the pool `measuring`."""
+    """The result of a session. Of the session's `seconds`, the tuners took `proposing` seconds, and measuring took
+    `measuring` seconds."""
 
     tasks: tuple[TaskResult, ...]
     stop: Stop
@@ -146,8 +150,9 @@ class TuningResult:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The state of a session after each measurement. `outcome`: the latest one; None after trials that an earlier
-    session had measured. `best` and `trials` are those of `task`; `spent` counts all tasks, out of `budget`."""
+    """The state of a session after a measurement. `outcome`: the latest measurement; None after trials that an earlier
+    session had measured. `best` and `trials`: the best seconds and the number of trials of `task`. `spent`: the trials
+    of all tasks, out of `budget`."""
 
     task: Task
     outcome: Measurement | None
@@ -174,17 +179,19 @@ def tune(
     listener: Listener | None = None,
     kernels: Kernels | None = None,
 ) -> TuningResult:
-    """Tune the kernels of `tasks` with `trials` trials in all, `batch` at a time for one task (see `Allocation`).
+    """Tune the kernels of `tasks` with `trials` measured candidates in all, `batch` at a time for one task (see
+    `Allocation`).
 
     Every outcome is stored at once (default: in the user's store). Trials that the store already has for the same
-    setting are not repeated: they count as trials, in their old order. So a session that was killed or interrupted
-    (after Ctrl-C, the results so far are returned) continues where it was, and a second session with the same trials
-    measures nothing. A tuner only learns about its own candidates, and repeats its steps with the same seed.
+    setting are not repeated: they count as trials, in the order in which they were measured. So a session continues
+    where an earlier session was killed or interrupted (after Ctrl-C, the results so far are returned), and a second
+    session with the same trials measures nothing. A tuner only learns about its own candidates, and repeats its steps
+    with the same seed.
 
-    `kernels`: if given, the leading kernels are measured again at the end, together with the untuned one. Without this,
-    the kernel with the least time would be one whose noise was low by chance. It is in addition to the trials, but
-    within the time limit. A kernel that was measured often enough is not measured again. With 0 trials, nothing is
-    measured.
+    `kernels`: if given, the leading kernels are measured again at the end, together with the untuned one. Without these
+    repeated measurements, the kernel with the least time would be a kernel whose noise was low by chance. They are not
+    counted as trials, but take place within the time limit. A kernel that was measured often enough is not measured
+    again. With 0 trials, nothing is measured.
 
     `time_limit`, in seconds, may be exceeded by one candidate or one proposal. Raises ValueError for invalid limits,
     and PoolError if nothing can be measured.
@@ -237,17 +244,17 @@ class _Measuring:
 
 @dataclass(slots=True)
 class _State:
-    """A task in a session."""
+    """The state of a task in a session."""
 
     task: Task
     setting: Setting
     stored: deque[Measurement]
     """Outcomes of earlier sessions that have not been counted as trials yet."""
     known: dict[str, Measurement]
-    """Outcomes of earlier sessions and of this one, by candidate."""
+    """Outcomes of earlier sessions and of this session, by the candidate's key."""
     tuner: Tuner | None = None
     ahead: deque[Candidate] = field(default_factory=deque)
-    """Candidates that were proposed, but not measured yet."""
+    """Candidates that the tuner has proposed, but that were not measured yet."""
     proposed: set[str] = field(default_factory=set)
     """The keys of all candidates that were ever proposed."""
     best: float = math.inf
@@ -258,12 +265,12 @@ class _State:
     error: str | None = None
     untuned: Candidate | None = None
     rounds: int = 0
-    """How often the leaders were measured again."""
+    """How often the leading kernels were measured again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """The limits of a session: `trials` in all, `batch` at a time for one task, `seconds`."""
+    """The limits of a session: `trials` trials in all, `batch` trials at a time for one task, and `seconds` seconds."""
 
     trials: int
     batch: int
@@ -272,8 +279,8 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """The settings of a session: the function that makes tuners, their seed, the kernels to measure again, and the
-    listener."""
+    """The settings of a session: the function that makes tuners, the seed of tuners, the kernels to measure again, and
+    the listener, which is called after each measurement."""
 
     maker: MakeTuner
     seed: int
@@ -289,7 +296,7 @@ class _Session:
         self._budget, self._batch = limits.trials, limits.batch
         self._start = time.monotonic()
         self._end = self._start + limits.seconds
-        # Part of the time is reserved for measuring leaders again.
+        # Part of the time is reserved for measuring the leading kernels again.
         again = min(_AGAIN * limits.seconds, _AGAIN_SECONDS * len(tasks))
         self._again = again if settings.kernels is not None else 0.0
         self._until = self._end - self._again
@@ -329,10 +336,10 @@ class _Session:
         return Stop.TRIALS
 
     def _confirm(self) -> None:
-        """Measure the leading kernels of each task again, together with the untuned one, until all were measured often
-        enough."""
+        """Measure the leading kernels of each task again, together with its untuned kernel, until all of them were
+        measured often enough."""
         kernels = self._settings.kernels
-        if kernels is None or self._budget == 0:  # without trials nothing is to be measured
+        if kernels is None or self._budget == 0:  # a session without trials measures nothing
             return
         for state in sorted(self._states, key=lambda state: -state.task.weight * state.best):
             while not self._over():
@@ -343,8 +350,8 @@ class _Session:
                 self._measure_again(state, again)
 
     def _unsettled(self, state: _State, kernels: Kernels) -> list[Candidate]:
-        """The leading kernels of a task and the untuned one, if some of them were measured too seldom; otherwise
-        none."""
+        """The kernels of a task to measure again: its leading kernels and its untuned kernel, if some of them were
+        measured too seldom; otherwise an empty list."""
         best = self._store.best(state.task.key, _LEADERS, state.setting)
         medians = [record.outcome.median for record in best]
         leading = [record for record, median in zip(best, medians) if median <= _NEAR * medians[0]]
@@ -397,8 +404,8 @@ class _Session:
         return True
 
     def _candidates(self, state: _State, count: int) -> list[Candidate]:
-        """The tuner's next candidates: at most `count` that have to be measured, and before them those whose outcomes
-        are known. Its other proposals wait for the task's next turn."""
+        """The tuner's next candidates: at most `count` candidates that have to be measured, and further candidates
+        whose outcomes are already known. The tuner's other proposals wait for the next batch of the task."""
         if not state.ahead:
             with self._clock_proposing():
                 state.ahead.extend(self._proposed(state))
@@ -423,7 +430,7 @@ class _Session:
         return fresh
 
     def _measured(self, state: _State, candidates: Sequence[Candidate]) -> dict[str, Measurement]:
-        """The outcomes of candidates by their keys. They are stored as they arrive."""
+        """Measure candidates, and store the outcomes as they arrive. Returns the outcomes by the candidates' keys."""
         results: dict[str, Measurement] = {}
         if not candidates:
             return results
@@ -500,5 +507,5 @@ class _Session:
 
 
 def _seed(seed: int, task: Task) -> int:
-    """The seed of a task's tuner. It does not depend on other tasks."""
+    """The seed of a task's tuner. It does not depend on the other tasks of the session."""
     return int.from_bytes(hashlib.sha256(f"{seed} {task.key}".encode()).digest()[:4], "big")

@@ -23,15 +23,16 @@ _UNUSED = -1.0
 
 
 KNOBS = ("algorithm", "rows", "vectors", "lanes", "blocks", "parts", "ahead", "order", "other rows")
-"""The knobs of all layers. Rows and vectors are those of a tile. `blocks`: the number of steps in which a core takes
-its rows; `parts`: the number of tasks among which its columns are divided. The meaning of `order` depends on the
-algorithm."""
+"""The knobs of all layers. `rows`, `vectors`: the rows of a tile, and the vectors in a row of it. `lanes`: the lanes of
+a vector. `blocks`: the number of steps in which a core computes its rows. `parts`: the number of parallel tasks among
+which columns are divided. The meaning of `order` depends on the algorithm."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The choices of one algorithm. `values`: for each knob the indices that occur, ascending; `first`: the position of
-    the first choice among those of all algorithms; `points`: vectors [M, K]."""
+    """The choices of one algorithm. `values`: for each knob the indices that occur, ascending. `first`: the position of
+    this algorithm's first choice among the choices of all algorithms. `points`: the vectors [M, K] of the M choices,
+    with an index for each of K knobs."""
 
     values: tuple[Indices, ...]
     first: int
@@ -39,9 +40,10 @@ class _Group:
 
     @cached_property
     def nearest(self) -> tuple[tuple[Indices, ...], Indices, Indices]:
-        """Tables to find the nearest choice of a vector. The values that occur span a grid of cells. First table: for
-        each knob and index, the position in `values` of the nearest value. Second: the step between neighbouring cells
-        in the third table, for each knob. Third: for each cell, the position of the nearest choice."""
+        """Tables with which the choice nearest to a vector is found. The values that occur span a grid of cells. First
+        table: for each knob and index, the position in `values` of the nearest value. Second: the step between
+        neighbouring cells in the third table, for each knob. Third: for each cell, the position of the nearest
+        choice."""
         from scipy.spatial import cKDTree
 
         counts = np.array([len(v) for v in self.values], np.int64)
@@ -57,7 +59,7 @@ class _Group:
         return positions, radix, self.first + near.astype(np.int64)
 
     def snapped(self, indices: Indices) -> Indices:
-        """The positions of the choices that are nearest to vectors [N, K] of this algorithm."""
+        """For vectors [N, K] of this algorithm, the positions of the nearest choices, [N]."""
         positions, radix, table = self.nearest
         local = [
             table_of_knob[np.minimum(indices[:, k], len(table_of_knob) - 1)]
@@ -70,8 +72,8 @@ class _Group:
 @dataclass(frozen=True, eq=False)
 class DesignSpace:
     """All choices of a layer, as vectors [K] with an index for each knob. The first knob is the algorithm; knobs that
-    are the same for all choices are left out. A vector that belongs to no choice stands for the nearest choice of its
-    algorithm; the vector of that choice is called normal."""
+    are the same for all choices are left out. A vector that belongs to no choice represents the nearest choice of its
+    algorithm. The vector of a choice is called normal."""
 
     layer: Measurable[Any]
     machine: Machine
@@ -79,11 +81,12 @@ class DesignSpace:
     knobs: tuple[Knob, ...]
     points: Indices
     numbers: npt.NDArray[np.float64] = field(repr=False)
-    """For each choice the values of all `KNOBS`, [M, len(KNOBS)]; -1 if its algorithm has no such knob."""
+    """For each of M choices the values of all `KNOBS`, [M, len(KNOBS)]; -1 if the choice's algorithm has no such
+    knob."""
 
     @staticmethod
     def of(layer: Measurable[Any], machine: Machine) -> DesignSpace:
-        """The design space of a layer. Raises KnobError if there is nothing to choose from."""
+        """The design space of a layer. Raises KnobError if the layer has no choices."""
         choices = [*layer.everything(machine)]
         if not choices:
             raise KnobError(f"{layer.name} has no kernels to choose from")
@@ -114,7 +117,7 @@ class DesignSpace:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of one call."""
+        """The number of floating-point operations of one call of the layer."""
         return 2.0 * self.layer.work / self.layer.weight
 
     @property
@@ -123,8 +126,8 @@ class DesignSpace:
         return int(self._described.shape[1])
 
     def normal(self, vector: Sequence[int]) -> Vector:
-        """The vector of the choice for which this vector stands. Raises KnobError if the vector is not in this
-        space."""
+        """The vector of the choice that this vector represents (see `DesignSpace`). Raises KnobError if the vector is
+        not in this space."""
         if len(vector) != len(self.knobs):
             raise KnobError(f"a vector of {len(vector)} knobs for a space of {len(self.knobs)}")
         for knob, index in zip(self.knobs, vector):
@@ -133,25 +136,26 @@ class DesignSpace:
         return self._vector(self._position(vector))
 
     def random(self, generator: np.random.Generator) -> Vector:
-        """A random choice. All algorithms are equally likely."""
+        """The vector of a random choice. All algorithms are equally likely."""
         return self._vector(int(self._random_positions(generator, 1)[0]))
 
     def draw(self, generator: np.random.Generator, count: int) -> Indices:
-        """`count` vectors, random like `random`: [count, K]."""
+        """`count` random vectors, with the same probabilities as in `random`: [count, K]."""
         vectors: Indices = self.points[self._random_positions(generator, count)]
         return vectors
 
     def masked(self, indices: Indices) -> Indices:
-        """The normal vectors of vectors [N, K] with valid indices."""
+        """The normal vectors (see `DesignSpace`) of vectors [N, K] with valid indices."""
         return self.points[self._positions(indices)] if len(indices) else indices
 
     def movable(self, indices: Indices) -> npt.NDArray[np.bool_]:
-        """Which knobs of vectors [N, K] are used and have several values: [N, K]."""
+        """For vectors [N, K], which of their knobs their algorithm uses with several values: [N, K]."""
         movable: npt.NDArray[np.bool_] = self._used[indices[:, 0]]
         return movable
 
     def neighbours(self, vector: Sequence[int]) -> list[Vector]:
-        """The normal vectors that differ in one knob and are near (see `Knob.near`), without duplicates."""
+        """The normal vectors that result from a change of one knob to a near value (see `Knob.near`), without
+        duplicates."""
         start = self.normal(vector)
         changed = [
             (*start[:k], index, *start[k + 1 :])
@@ -170,13 +174,14 @@ class DesignSpace:
 
     def features(self, vectors: Indices | Sequence[Vector]) -> Floats:
         """Features of vectors, without decoding them, [N, F]: the algorithm (one-hot), the logarithms of the other
-        knobs (-1 if the algorithm has none), and the logarithm of the estimated time divided by the least one."""
+        knobs (-1 if the algorithm has none), and the logarithm of the estimated time divided by the least estimated
+        time."""
         indices = np.asarray(vectors, np.int64).reshape(-1, len(self.knobs))
         features: Floats = self._features[self._positions(indices)]
         return features
 
     def decode(self, vector: Sequence[int]) -> Candidate | None:
-        """The kernel of a vector; None if its choice has no kernel of its own."""
+        """The kernel of a vector; None if the vector's choice has no kernel of its own."""
         position = self._position(self.normal(vector))
         choice = self.choices[position]
         try:
@@ -186,12 +191,12 @@ class DesignSpace:
         return Candidate.of(self._vector(position), json.loads(choice.text), module)
 
     def candidate(self, choice: Any) -> Candidate | None:
-        """The kernel of a choice; None if there is none, or if the choice is not in the space."""
+        """The kernel of a choice; None if the choice has no kernel, or if it is not in the space."""
         return self.decode(self._vector(self.choices.index(choice))) if choice in self.choices else None
 
     def described(self, candidates: Sequence[Candidate]) -> Floats:
-        """Features of kernels that have the same meaning for all layers, [N, width]: all of `KNOBS`, the estimate, and
-        the sizes of the layer."""
+        """Features of kernels that have the same meaning for all layers, [N, width]: all of `KNOBS`, the estimated
+        time, and the dimensions of the layer."""
         positions = [self._position(c.vector) for c in candidates if c.vector is not None]
         assert len(positions) == len(candidates)
         return self._described[positions]
@@ -208,15 +213,15 @@ class DesignSpace:
 
     @cached_property
     def _used(self) -> npt.NDArray[np.bool_]:
-        """Which knobs vary within an algorithm, [algorithms, K]. The first one counts as varying if there are several
-        algorithms."""
+        """Which knobs vary within each algorithm, [algorithms, K]. The first knob (the algorithm) counts as varying if
+        there are several algorithms."""
         used = np.array([[len(v) > 1 for v in group.values] for group in self._groups])
         used[:, 0] = self.kinds > 1
         return used
 
     @cached_property
     def estimates(self) -> npt.NDArray[np.float64]:
-        """The estimated times of all choices, [M], in one unit for this layer."""
+        """The estimated times of all choices, [M], in the same unit for the whole layer."""
         return np.array([self.layer.estimate(choice, self.machine) for choice in self.choices])
 
     @cached_property
@@ -249,7 +254,7 @@ class DesignSpace:
         return first[groups] + (generator.random(count) * sizes[groups]).astype(np.int64)
 
     def _positions(self, indices: Indices) -> Indices:
-        """The positions of the choices for which vectors [N, K] stand: [N]."""
+        """The positions of the choices that vectors [N, K] represent: [N]."""
         positions = np.zeros(len(indices), np.int64)
         for algorithm, group in enumerate(self._groups):
             mine = indices[:, 0] == algorithm
@@ -268,5 +273,5 @@ _ALGORITHMS = 8
 
 
 def _logs(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Logarithms of 1 + numbers; -1 (unused) remains."""
+    """The logarithms of 1 + numbers. The number -1 (unused) remains -1."""
     return np.where(numbers < 0, _UNUSED, np.log2(1.0 + np.maximum(numbers, 0.0)))

@@ -1,4 +1,5 @@
-"""Measurements on disk. Each kernel of a task is measured once on a machine, and again if it is among the best."""
+"""Stores measurements of kernels on disk, so that a candidate of a tuning task is measured only once on a machine. Only
+the best candidates are measured repeatedly."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 VERSION = 1
 CONFIRMED = 4
-"""With this many measurements, a median is reliable. (The least of many single times is low by chance.)"""
+"""The number of measurements of a kernel whose median is reliable. (The least of many single times is low by
+chance.)"""
 _PATIENCE = 5.0  # seconds that a writer waits for another process
 _NO_TIME = 1e10  # the seconds that TVM writes for failures
 
@@ -50,7 +52,7 @@ _COLUMNS = "task, target, tvm, device, threads, candidate, trace, seconds, error
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The conditions on which times depend besides the kernel.
+    """The conditions, besides the kernel, on which its times depend.
 
     `target`: TVM's target as JSON (`tasks.target_text`). `tvm`: the version of the code generator, and whether kernels
     are timed with cold caches (`worker.Timing.flush`).
@@ -68,7 +70,8 @@ class Setting:
 
     @staticmethod
     def on(device: str | None, target: Target, threads: int, *, flushed: bool = False) -> Setting:
-        """A device by its name (None: this machine), with the TVM that is installed here and our additions to it."""
+        """A device by its name (None: this machine), with the TVM that is installed here and xrlflow's additions to
+        TVM."""
         return Setting(target_text(target), _version(flushed), device or cpu_name(), threads)
 
 
@@ -78,10 +81,11 @@ def _version(flushed: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One measurement of a candidate of a task in one setting, or several together (see `Store.best`).
+    """One measurement of a candidate of a tuning task in one setting; in the results of `Store.best`, several
+    measurements together.
 
-    `trace`: the choice that describes the candidate, as JSON. `seconds` is empty if there is an `error`. `taken`: the
-    time of the measurement, in seconds since 1970.
+    `trace`: the choice that describes the candidate, as JSON. `seconds` is empty if there is an `error`. `taken`: when
+    it was measured, in seconds since 1970.
     """
 
     task: str
@@ -94,7 +98,7 @@ class Record:
 
     @staticmethod
     def of(task: Task, setting: Setting, candidate: Candidate, outcome: Measurement) -> Record:
-        """The record of a measurement that was made just now."""
+        """The record of a measurement, with the present time as its time."""
         return Record(
             task=task.key,
             setting=setting,
@@ -107,14 +111,14 @@ class Record:
 
     @property
     def outcome(self) -> Measurement:
-        """The measurement, as tuners use it."""
+        """The measurement in the type that tuners use."""
         if self.seconds and all(0.0 < s < _NO_TIME for s in self.seconds):
             return Measurement(self.seconds)
         return Measurement(error=self.error or "it has no time")
 
     @property
     def digest(self) -> str:
-        """A key that is equal for measurements that only differ in the time at which they were made."""
+        """A key that is equal for two records that differ only in the time of measurement."""
         setting = self.setting
         where = (setting.target, setting.tvm, setting.device, setting.threads)
         what = (self.task, self.candidate, self.trace, self.seconds, self.error)
@@ -124,8 +128,8 @@ class Record:
 class Store:
     """Measurements in a SQLite file (see `SharedFile`) or on a server (see `SharedServer`).
 
-    The file in the user's cache directory belongs to xrlflow. If a file is named that is not a store, the first access
-    raises StoreError.
+    The file in the user's cache directory belongs to xrlflow. If the caller names a file that is not a store, the first
+    access raises StoreError.
     """
 
     def __init__(self, where: Where = None) -> None:
@@ -136,11 +140,12 @@ class Store:
         self.where = where
 
     def check(self) -> None:
-        """Open it now. Raises StoreError if it is a named file that is not a store, or a server that cannot be used."""
+        """Open the store now. Raises StoreError for a named file that is not a store, and for a server that cannot be
+        used."""
         self._file.check()
 
     def put(self, record: Record) -> None:
-        """Store a measurement. If measurements only differ in the time at which they were made, one is stored."""
+        """Store a measurement. Of measurements that differ only in their time, one is stored."""
         setting = record.setting
         values = (
             *(record.task, setting.target, setting.tvm, setting.device, setting.threads),
@@ -166,11 +171,11 @@ class Store:
     def best(
         self, task: str, count: int = 1, setting: Setting | None = None, *, least: int = 1
     ) -> list[Record]:
-        """The fastest candidates of the task with this key, each once for a setting. Only candidates with at least
-        `least` measurements count, if there are any.
+        """The `count` fastest candidates of the task with this key, each once for a setting. If some candidates have at
+        least `least` measurements, only these candidates are returned.
 
-        Candidates are ordered by the median of the medians of all their measurements; the record has all times. A
-        candidate that failed when it was last measured is left out.
+        Candidates are ordered by the median of the medians of all their measurements; a returned record has the times
+        of all of them. A candidate that failed when it was last measured is left out.
         """
         by_candidate: dict[tuple[str, Setting], list[Record]] = {}
         for record in self.records(task, setting):
@@ -188,8 +193,8 @@ class Store:
         ]
 
     def state(self, device: str) -> str | None:
-        """A text that changes when kernels may have been tuned further (on a server: on this device); None if there are
-        no records."""
+        """A text that changes whenever kernels may have been tuned further (on a server: on this device); None if there
+        are no records."""
         if isinstance(self.path, Path):
             return str(os.stat(self.path).st_mtime_ns) if self.path.exists() else None
         rows = self._file.read("SELECT count(*) FROM record WHERE device = ?", (device,))
@@ -204,7 +209,7 @@ class Store:
         return sum(int(count) for (count,) in self._file.read("SELECT count(*) FROM record", ()))
 
     def close(self) -> None:
-        """Write pending records, if that is possible now, and report those that are lost."""
+        """Write pending records, if that is possible now, and report records that are lost."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -220,7 +225,7 @@ class Store:
 
 
 def _text(value: object) -> str:
-    """Compact JSON. Floats keep every bit."""
+    """Compact JSON. Floats are written exactly."""
     return json.dumps(value, separators=(",", ":"))
 
 

@@ -1,12 +1,12 @@
-"""A model of a layer's run times, learned from measurements: gradient-boosted trees, like the cost models of AutoTVM
-and MetaSchedule (Chen et al., 2018, "Learning to Optimize Tensor Programs").
+"""A model that predicts a layer's run times, learned from measurements: gradient-boosted trees, like the cost models of
+AutoTVM and MetaSchedule (Chen et al., 2018, "Learning to Optimize Tensor Programs").
 
-There are two models of the same measurements. The first only uses knobs, and scores thousands of vectors in
-milliseconds. The second also uses descriptions of kernels, which have to be decoded (milliseconds each), and ranks the
-vectors that the first one has selected. All tuners with a surrogate use this module. The models start without
-knowledge, except for experience with other layers: knobs differ between layers, but descriptions of kernels have the
-same meaning for all, so the second model can learn from other layers. Its scores of unmeasured kernels then teach the
-first model.
+Two models learn from the same measurements. The first only uses knobs, and scores thousands of vectors in milliseconds.
+The second also uses descriptions of kernels. For these, vectors have to be decoded (milliseconds each), so it only
+ranks the vectors that the first model has selected. All tuners that search with a surrogate (a model instead of
+measurements) use this module. At the beginning, the models have no measurements of the layer, but the second model can
+learn from other layers: knobs differ between layers, but descriptions of kernels have the same meaning for all layers.
+Its scores of unmeasured kernels then teach the first model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PARAMETERS = {
 }
 
 
-# Experience with other layers weighs at most as much as this many measurements, however large it is.
+# All measurements of other layers together weigh at most as much as this many measurements of the layer.
 _EXPERIENCE = 128.0
 
 
@@ -68,7 +68,8 @@ class Experience:
 
 
 class Surrogate:
-    """Scores of kernels: the best measured time divided by the kernel's own. 1 is as good as the best, 0 is a failure.
+    """Predicts scores of kernels. A score is the best measured time divided by the kernel's own time: 1 is as good as
+    the best kernel, 0 is a failure.
 
     `experience`: measurements of other layers, if there are any.
     """
@@ -80,14 +81,14 @@ class Surrogate:
             raise ValueError("the experience is of another version")
         self._candidates: dict[str, Candidate] = {}
         self._seconds: dict[str, float] = {}
-        # Kernels that were decoded, but not measured.
+        # Kernels that were decoded, but not measured, by key.
         self._supposed: dict[str, Candidate] = {}
         self._descriptions: dict[str, Floats] = {}
         self._by_knobs: xgboost.Booster | None = None
         self._by_kernel: xgboost.Booster | None = None
 
     def add(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
-        """Learn from more measurements. If a kernel was measured before, the shorter time counts."""
+        """Learn from more measurements. If a kernel was measured before, the shorter of the two times counts."""
         for candidate, outcome in measured:
             self._candidates.setdefault(candidate.key, candidate)
             before = self._seconds.get(candidate.key, math.inf)
@@ -97,8 +98,8 @@ class Surrogate:
             self._by_knobs = self._by_kernel = None
 
     def suppose(self, candidates: Sequence[Candidate]) -> None:
-        """Let the model of knobs learn the scores of these kernels according to the model of kernels, until they are
-        measured."""
+        """Let the first model (of knobs) learn the scores that the second model (of descriptions) gives to these
+        kernels, until they are measured."""
         fresh = [c for c in candidates if c.key not in self._seconds]
         if fresh:
             self._supposed |= {c.key: c for c in fresh}
@@ -132,7 +133,7 @@ class Surrogate:
         return list(zip(_vectors([supposed[i] for i in order]), scores[order].tolist()))
 
     def predict(self, vectors: Indices | Sequence[Vector]) -> Floats:
-        """Scores of vectors [N, K], without decoding them: [N]. They are zeros if the surrogate is not ready."""
+        """Scores of vectors [N, K], without decoding them: [N]. All scores are 0 if the surrogate is not ready."""
         if not self.ready:
             return np.zeros(len(vectors), np.float32)
         if self._by_knobs is None:
@@ -145,7 +146,7 @@ class Surrogate:
         return self._ask(self._by_knobs, self.space.features(vectors))
 
     def rank(self, candidates: Sequence[Candidate]) -> Floats:
-        """Scores of decoded candidates, by their knobs and descriptions: [N]. They are zeros if the surrogate is not
+        """Scores of decoded candidates, by their knobs and descriptions: [N]. All scores are 0 if the surrogate is not
         ready."""
         if not self.ready or not candidates:
             return np.zeros(len(candidates), np.float32)
@@ -159,13 +160,14 @@ class Surrogate:
         if not len(others):
             assert own is not None
             return self._train(own, self._scores(self._candidates))
-        # Experience with other layers has no knobs of this layer: these features are missing.
+        # Measurements of other layers have no values for the knobs of this layer: these features are missing.
         width = len(self.space.features([(0,) * len(self.space.knobs)])[0])
         blank = np.full((len(others), width), np.nan, np.float32)
         theirs = np.concatenate([blank, others.kernels], axis=1)
         if own is None:
             return self._train(theirs, others.scores)
-        # No weight is below 1: because of the minimum weight of a leaf, rare cases would have no effect otherwise.
+        # No weight is below 1, because leaves have a minimum weight: with small weights, rare cases would have no
+        # effect.
         weights = np.full(len(own), max(1.0, len(others) / _EXPERIENCE), np.float32)
         return self._train(
             np.concatenate([own, theirs]),

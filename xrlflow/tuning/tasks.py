@@ -1,4 +1,4 @@
-"""Tuning tasks: the different kernels of a module, and how often each is called."""
+"""Tuning tasks: the different kernels of a module to tune, and how often the model calls each of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class TaskError(ValueError):
-    """A module cannot be tuned."""
+    """No tuning task can be made of a module."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One kernel to tune: a module with one function, `main`, and its target. `mod`: None if the task's kernels are
-    generated, and not schedules of one module.
+    """One kernel to tune: a module with one function, `main`, and its target. `mod`: the module; None if the candidates
+    are generated kernels, and not schedules of one module.
 
-    `weight`: how often the model calls it. `key`: a name under which measurements are stored; it is equal, in every
-    process, for equal structure and target, and does not depend on names.
+    `weight`: how often the model calls the kernel. `key`: the name under which measurements are stored. Tasks of equal
+    structure and target have equal keys, in every process, whatever names their functions have.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Task:
     weight: int
     key: str
     work: float = 0.0
-    """Floating-point operations of one call, if there is no module."""
+    """The floating-point operations of one call of the kernel, if there is no module."""
 
     @staticmethod
     def of(name: str, kernel: IRModule | PrimFunc, target: Target, weight: int = 1) -> Task:
-        """The task of a function, or of a module with one function only. Raises TaskError for anything else."""
+        """The task of a function, or of a module with one function only. Raises TaskError for other modules."""
         package = tvm()
         functions = [kernel] if isinstance(kernel, package.tirx.PrimFunc) else list(kernel.functions.values())
         if len(functions) != 1 or not isinstance(functions[0], package.tirx.PrimFunc):
@@ -51,14 +51,15 @@ class Task:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of one call, by TVM's estimate; 0 if there are none (data movement)."""
+        """The floating-point operations of one call of the kernel, by TVM's estimate; 0 if the kernel only moves
+        data."""
         if self.mod is None:
             return self.work
         return float(tvm().s_tir.analysis.estimate_tir_flops(self.mod))
 
 
 def extract_tasks(mod: IRModule, target: Target) -> list[Task]:
-    """The tasks of a Relax module whose operators are legalised and fused.
+    """The tuning tasks of a Relax module whose operators are legalised and fused.
 
     Equal tasks are merged, and their weights added.
     """
@@ -77,7 +78,7 @@ def module_key(mod: IRModule) -> str:
 
 
 def target_text(target: Target) -> str:
-    """A target as JSON with sorted keys. (In TVM's own text the order of attributes varies.)"""
+    """A target as JSON with sorted keys. (In TVM's own text, the order of attributes may change.)"""
     return json.dumps(json.loads(str(target)), sort_keys=True, separators=(",", ":"))
 
 

@@ -1,8 +1,8 @@
 """The code of the processes that build and run candidates for a pool.
 
-They are forked from a process that has loaded TVM (3 s, 400 MB) and runs no candidate itself. Forking a worker takes a
-few milliseconds, so a candidate that kills its worker costs little. If a job raises an exception, the reply is
-`Failed`. The pool notices crashes and hangs.
+These worker processes are forked from a process that has loaded TVM (3 s, 400 MB) and runs no candidate itself. Forking
+a worker takes a few milliseconds, so a candidate that kills its worker costs little. If a job raises an exception, the
+reply is `Failed`. The pool notices crashes and hangs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from xrlflow.workers import Unable
 
 Argument: TypeAlias = tuple[str, tuple[int, ...]]
 """The data type and shape of a kernel's parameter."""
-# Functions that TVM's timer calls before each sample: TVM's own, and ours (see `_evicting`).
+# The names of functions that TVM's timer can call before each sample to empty caches: TVM's function, and ours (see
+# `_evicting`).
 _TVMS_FLUSH = "cache_flush_cpu_non_first_arg"
 _EVICT = "xrlflow.evict_private_caches"
 
@@ -48,13 +49,13 @@ class ToolError(BackendError):
 class Timing:
     """How a kernel is timed.
 
-    A sample is the mean of as many successive calls as take `sample_ms`. There are `samples` of them, fewer if all
-    would exceed `limit_ms`, and twice as many if they disagree. Slow samples are dropped (see `steady`).
+    A sample is the mean of as many successive calls as take `sample_ms`. There are `samples` samples, fewer if all of
+    them would take more than `limit_ms`, and twice as many if they disagree. Slow samples are dropped (see `steady`).
 
-    `flush`: time as between the other kernels of a model. Before each sample, which is then a single call, the private
-    caches of the cores are filled with other data. Shared caches keep the kernel's weights, unless `others` bytes of
-    other data replace them, as in a model that is larger than these caches. On a remote device, where there is only
-    TVM, TVM removes the kernel's operands (except the first) from all caches.
+    `flush`: time the kernel as if other kernels of a model had just run. Before each sample, which is then a single
+    call, the private caches of the cores are filled with other data. Shared caches keep the kernel's weights, unless
+    `others` bytes of other data replace them, as in a model that is larger than these caches. A remote device has only
+    TVM's own function, which removes the kernel's operands (except the first) from all caches.
     """
 
     samples: int = 5
@@ -72,7 +73,8 @@ class Timing:
 class Build:
     """A job: compile a module for a target (both in TVM's JSON) to a shared library at `path`.
 
-    `elsewhere`: the library is loaded on another machine, and must name the libraries that it needs.
+    `elsewhere`: whether the library is loaded on another machine, so that it must name the libraries on which it
+    depends.
     """
 
     module: str
@@ -83,7 +85,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A job: time the library at `path` on arguments that the worker makes."""
+    """A job: time the library at `path` on arguments that the worker creates."""
 
     path: str
     arguments: tuple[Argument, ...]
@@ -106,10 +108,10 @@ class RunThere:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """A job: time libraries in turns, one sample of each in a round, so that a change of the processor's clock rate
-    changes it for all.
+    """A job: time libraries in turns, with one sample of each library in a round, so that a change of the processor's
+    clock rate affects all libraries.
 
-    There are as many rounds as `timing` has samples, but fewer if all would exceed its limit.
+    There are as many rounds as `timing` has samples, but fewer if all rounds would exceed its time limit.
     """
 
     kernels: tuple[tuple[str, tuple[Argument, ...]], ...]
@@ -118,7 +120,8 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """A job: call the library at `path` once, with `inputs` for its first parameters, and zeros for the others."""
+    """A job: call the library at `path` once, with `inputs` for its first parameters, and zeros for all other
+    parameters."""
 
     path: str
     arguments: tuple[Argument, ...]
@@ -148,14 +151,15 @@ class RanInTurns:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The reply to `Evaluate`: the parameters after the inputs, as they are after the call."""
+    """The reply to `Evaluate`: the values, after the call, of the parameters that follow the inputs."""
 
     outputs: tuple[Array, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The reply to a job that raised an exception. `error` is one line. `fatal`: other jobs would fail, too."""
+    """The reply to a job that raised an exception. `error` is one line. `fatal`: whether other jobs would fail for the
+    same reason."""
 
     error: str
     fatal: bool = False
@@ -182,8 +186,8 @@ def relocated(job: Job, paths: Sequence[str]) -> Job:
 def steady(samples: Sequence[float]) -> tuple[float, ...]:
     """`samples` without those that other programs have slowed down: more than 10% above the lower quartile.
 
-    A kernel cannot be faster than it is without disturbance, so the fast samples count, but not only the fastest. The
-    median would be wrong if most samples are disturbed (two threads, and another program on one of the cores).
+    Other programs can make a kernel slower, but not faster. So the fast samples count, but not only the fastest sample.
+    The median would be wrong if most samples are disturbed (two threads, and another program on one of the cores).
 
     >>> steady((1.0, 1.001, 0.999, 1.3))
     (1.0, 1.001, 0.999)
@@ -192,7 +196,7 @@ def steady(samples: Sequence[float]) -> tuple[float, ...]:
 
 
 def agree(samples: Sequence[float]) -> bool:
-    """Whether half of the samples lie within 5% of the lower quartile."""
+    """Whether at least half of the samples lie within 5% of their lower quartile."""
     return statistics.median(samples) <= 1.05 * _quartile(samples)
 
 
@@ -201,12 +205,13 @@ def _quartile(samples: Sequence[float]) -> float:
 
 
 def build(job: Build) -> Built:
-    """Compile and link. The library is complete when this returns."""
+    """Compile and link a library. It is complete when this function returns."""
     package = tvm()
     from tvm.driver import build as lower_and_compile
 
     module = from_json(job.module)
-    # The kernel expects weights in the layout of its schedule: a model converts them once, outside of the kernel.
+    # The kernel expects weights in the layout of its schedule. In a model, weights are converted to this layout once,
+    # outside of the kernel.
     module = package.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(module)
     arguments = tuple(
         (str(info.dtype), tuple(int(size) for size in info.shape))
@@ -347,8 +352,8 @@ def _timed(
     flush: Callable[[], str],
     warm: Callable[[], None] | None = None,
 ) -> Ran:
-    """Time a library's kernel. `flush`: returns the name of the flushing function. `warm`: called when TVM's threads
-    have started."""
+    """Time a library's kernel. `flush`: returns the name of the flushing function. `warm`: a function that is called
+    once, after TVM's threads have started."""
     kernel = library["main"]
     start = time.perf_counter()
     kernel(*arguments)
@@ -356,11 +361,11 @@ def _timed(
     if warm is not None:
         warm()
     limit = timing.limit_ms / 1e3
-    if first >= limit:  # the kernel is so slow that a cold start does not matter
+    if first >= limit:  # the kernel is so slow that cold caches at its first call do not matter
         return Ran((first,))
 
     def samples(number: int, repeat: int) -> list[float]:
-        # TVM makes one call before it measures: so caches are warm unless they are flushed.
+        # TVM calls the kernel once before it measures, so caches are warm unless they are flushed.
         evaluator = library.time_evaluator(
             "main",
             device,
@@ -381,19 +386,20 @@ def _timed(
 
 @functools.cache
 def _evicting(others: int = 0) -> str:
-    """The name of a function for TVM's timer. It fills the private caches of its threads' cores with other data, and at
-    least `others` bytes of the shared ones.
+    """The name of a function for TVM's timer. The function fills the private caches of its threads' cores with other
+    data, and at least `others` bytes of the shared caches.
 
-    If all caches were emptied, weights would come from memory, which is only so in a model larger than all caches: one
-    row times 512x512 would take 27 us instead of 7, and the kernel that is best then made a model 1.8 times slower. For
-    kernels that are limited by memory it makes little difference.
+    If all caches were emptied, weights would come from memory, as they do only in a model that is larger than all
+    caches. A product of one row with 512x512 weights would take 27 us instead of 7 us, and the kernel that is the
+    fastest with empty caches made a model 1.8 times slower. For kernels that are limited by memory, emptying caches
+    makes little difference.
     """
     package = tvm()
     import tvm_ffi
     from tvm import te
 
     threads = int(tvm_ffi.get_global_func("runtime.NumThreads")())
-    # Twice the size of the cache is read, and as much written: caches do not evict strictly by age.
+    # Twice the size of the cache is read, and as many bytes are written, because caches do not evict strictly by age.
     size = max(2 * cache_levels().get(2, 1 << 20), others // threads)
     shape = (threads, size // 4)
     x = te.placeholder(shape, name="x")
@@ -414,8 +420,8 @@ def _evicting(others: int = 0) -> str:
 def _keep_apart() -> None:
     """Keep this thread off the CPUs of TVM's threads, with which it shares the work.
 
-    TVM pins each of its threads to a CPU, but not the calling thread. The calling thread is often on the CPU of another
-    one, and a kernel with two threads then takes twice as long.
+    TVM pins each of its threads to a CPU, but not the calling thread. The calling thread is often on the CPU of one of
+    these threads, and a kernel with two threads then takes twice as long.
     """
     if sys.platform != "linux" or len(allowed := os.sched_getaffinity(0)) == 1:
         return
@@ -443,8 +449,8 @@ def evaluate(job: Evaluate) -> Evaluated:
 
 
 def _filled(kind: str, shape: tuple[int, ...], device: Any) -> Any:
-    """A tensor of harmless values: floats of ordinary size (denormals are slow), and integers that are 1 (they may be
-    indices or divisors)."""
+    """A tensor of harmless values: floats of ordinary magnitude (denormals are slow), and integers that are all 1 (they
+    may be indices or divisors)."""
     package = tvm()
     if kind == "bfloat16":  # NumPy does not have it
         tensor = package.runtime.empty(shape, kind)
@@ -475,7 +481,7 @@ def load() -> Failed | None:
 
 
 class JobHandler:
-    """A worker's hand that does jobs. `threads`: of kernels that it runs."""
+    """The handler of jobs in a worker process. `threads`: the number of threads of the kernels that it runs."""
 
     def __init__(self, threads: int) -> None:
         for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS"):
@@ -506,7 +512,7 @@ class JobHandler:
 
 
 def _gist(text: str) -> str:
-    """The first meaningful line of TVM's message, without C++ stack frames."""
+    """The first meaningful line of an error message of TVM, without C++ stack frames."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next(
         (line for line in lines if not line.startswith(("File ", "Traceback", "Stack"))), "no message"

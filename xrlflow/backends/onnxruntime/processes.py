@@ -38,7 +38,7 @@ _FEWEST_TURNS, _ROBUST_TURNS, _MOST_TURNS = 4, 12, 80
 slowed single turns by half, processes of an unchanged ResNeXt-50 (47 ms) differed by 11% with 4 turns, 2.5% with 8, and
 0.6% with 16, and took 1.1, 1.5 and 2.2 s."""
 _PRECISE = 0.005
-"""The standard error of a mean (a logarithm) above which more processes are worth the time."""
+"""The standard error of a mean (a logarithm) above which further processes are worth their time."""
 _FIGURE_ALONE = 24
 """The number of processes that measure a speed-up if there is no decision to make."""
 
@@ -70,11 +70,11 @@ def measure_in_fresh_processes(
     """How many times faster `after` is than `before`, measured in many fresh processes.
 
     What is fixed for the life of a process (addresses of weights, CPUs of threads) can make one session a percent or
-    more faster than another of the same model, so a single process cannot tell a small speed-up from chance. Each
-    process opens two sessions, every other one in reverse order, and takes a few turns (see `pairs`). It takes more
-    turns if those of the first process were noisy, or if processes take long to start. The module `decision` says how
-    many processes there are. With `deciding`, they first decide whether `after` is accepted; if so, further processes
-    measure by how much it is faster. Without it they only measure.
+    more faster than another session of the same model, so a single process cannot tell a small speed-up from chance.
+    Each process opens two sessions, every other one in reverse order, and takes a few turns (see `pairs`). It takes
+    more turns if the turns of the first process were noisy, or if processes take long to start. The module `decision`
+    says how many processes there are. With `deciding`, they first decide whether `after` is accepted; if so, further
+    processes measure by how much it is faster. Without it they only measure.
 
     `time_limit`: seconds for everything, the check included. It ends earlier when the result is precise enough, or when
     the first processes show that there is no time for another. Ctrl-C ends the running process.

@@ -101,7 +101,7 @@ def summed(events: Iterable[Mapping[str, Any]], skipped: int = 0) -> OperatorPro
 
 
 def _own_times(events: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Microseconds of each event without those of the events inside it (the kernels of a subgraph)."""
+    """The microseconds of each event, without the time of the events inside it (the kernels of a subgraph)."""
     own = [float(e["dur"]) for e in events]
     open_: list[int] = []
     for index, event in enumerate(events):

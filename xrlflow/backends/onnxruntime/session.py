@@ -43,10 +43,11 @@ CPU = "CPUExecutionProvider"
 # Element types that NumPy does not have.
 _LACKING = re.compile(r"bfloat16|float8\w+|float4\w+|u?int[24](?!\d)")
 QUIET = 4
-"""Log severity: only fatal errors are written. Other errors are raised, and would be reported twice."""
+"""A log severity with which only fatal errors are written. Other errors are raised as exceptions, and would be reported
+twice."""
 DEFAULT_ENTRIES: Mapping[str, str] = {"session.force_spinning_stop": "1"}
 AFFINITIES = "session.intra_op_thread_affinities"
-"""A CPU for each worker thread, counted from 1, separated by semicolons."""
+"""The key of a session option: a CPU for each worker thread, with CPUs counted from 1, separated by semicolons."""
 CUSTOM_OPERATORS = "custom_ops_library"
 """A key of session options that xrlflow adds: shared libraries of custom operators, separated like PATH."""
 

@@ -144,11 +144,12 @@ def time_model(
     optimization: Optimization = Optimization.ALL,
     session_options: Options | None = None,
 ) -> Latency:
-    """The latency of one model, measured cheaply: a model of one node takes `time_limit` seconds and 1 ms to load.
+    """The latency of one model, measured cheaply: for a model of one node, loading takes 1 ms, and measuring takes
+    `time_limit` seconds.
 
-    It is meant for profiles of operators. Two such latencies do not tell which model is faster: use `measure` for that.
-    At least `min_samples` samples are taken, even if that takes up to four times `time_limit`. Raises BackendError if
-    the model cannot be loaded or run on `feeds`.
+    This function is meant for profiles of operators. Two such latencies do not tell which model is faster: use
+    `measure` for that. At least `min_samples` samples are taken, even if that takes up to four times `time_limit`.
+    Raises BackendError if the model cannot be loaded or run on `feeds`.
     """
     threads = resolve_threads(threads, session_options)
     cpus = choose_cpus(threads)

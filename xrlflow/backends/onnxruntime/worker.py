@@ -1,11 +1,11 @@
-"""The code of the fresh processes that compare two models. They are forked from a process that has imported what they
-need.
+"""The code of the fresh processes that compare two models. They are forked from a process that has imported their
+modules.
 
 Forking takes 2 ms; a new Python would take a quarter of a second. ONNX Runtime starts a thread when it is imported, and
-a process with several threads cannot be forked safely, so each process imports it itself (25 ms).
+a process with several threads cannot be forked safely, so each process imports ONNX Runtime itself (25 ms).
 
 Two sessions of one model differ in speed because their weights lie at different addresses. Forked processes would all
-have the same addresses, so each first allocates memory in pieces of random sizes.
+have the same addresses, so each process first allocates memory in pieces of random sizes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Setup:
 
 
 _setup: Setup | None = None
-"""What the processes share that are forked from this one."""
+"""The setup that all processes share which are forked from this process."""
 
 
 def prepare(setup: Setup) -> None:

@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Tvm:
-    """The `Backend` of TVM. `machine`: the target (default: this one). `shapes`: sizes of inputs with dynamic
+    """The `Backend` of TVM. `machine`: the target (default: this one). `shapes`: the shapes of inputs with dynamic
     dimensions. `algorithms`: the algorithms that layers may use."""
 
     machine: Machine = field(default_factory=detect)

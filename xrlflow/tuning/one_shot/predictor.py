@@ -1,9 +1,10 @@
 """The predictor of the One-Shot Tuner, in NumPy, so that compilations need no torch.
 
-It is a transformer encoder over the tokens of a choice, as in the paper (section 3.3: 3 layers, 4 heads). There is one
-token for each loop, one for each knob, one for the kernel and one for the layer. The score is computed from the mean of
-all tokens. It says by how much the kernel is faster than its analytic estimate, as a standardised logarithm. (The
-paper's model predicts throughput itself, and has neither estimates nor the kernel's token.)
+The predictor is a transformer encoder over the tokens of a choice (a kernel of a layer), as in the paper (section 3.3:
+3 layers, 4 heads). There is one token for each loop, one for each knob, one for the kernel and one for the layer. The
+score is computed from the mean of all tokens. The score says how many times faster the kernel is than its analytic
+estimate, as a standardised logarithm. (The paper's model predicts throughput itself, and has neither analytic estimates
+nor a token for the kernel.)
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ COUNT = LOOPS + KNOB_TOKENS + 2
 """The number of tokens of a choice."""
 _KIND = "one-shot predictor"
 _EPSILON = 1e-5
-# The number of choices that are scored at a time, so that activations stay in the caches.
+# The number of choices that are scored at a time. It is small enough for activations to stay in the caches.
 _BATCH = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a predictor."""
+    """The dimensions of a predictor's network."""
 
     width: int = 64
     hidden: int = 128
@@ -79,7 +80,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Standard:
-    """The mean and deviation of log2(estimated time / seconds) over the kernels with which the predictor was
+    """The mean and deviation of log2(estimated time / seconds) over all kernels with which the predictor was
     trained."""
 
     mean: float
@@ -88,7 +89,7 @@ class Standard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """Predicts the times of choices. `about`: the data with which it was trained, such as the processor."""
+    """Predicts the times of choices. `about`: a description of the training data, such as the processor."""
 
     shape: Shape
     weights: Mapping[str, Floats]
@@ -171,8 +172,8 @@ def shipped() -> Predictor:
 
 
 def for_compiling(machine: Machine) -> Predictor | None:
-    """The predictor with which compilations for a machine choose kernels, if it was shown to be better than estimates
-    on that processor with as many threads; None: estimates choose."""
+    """The predictor by which compilations for a machine choose kernels, if measurements on this processor with as many
+    threads showed that it is better than estimates. Otherwise None: kernels are chosen by estimated times."""
     predictor = shipped()
     return predictor if f"{machine.cpu}:{machine.cores}" in predictor.about["better_on"] else None
 

@@ -1,4 +1,4 @@
-"""Predicted times of layers, for compilations without measured ones."""
+"""Predicted times of layers, for compilations that have no measured times."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from xrlflow.tuning.one_shot.predictor import Predictor
 from xrlflow.tuning.one_shot.tokens import tokens_of
 from xrlflow.tuning.space import DesignSpace
 
-# So many choices of each algorithm are scored, those with the least estimates.
+# The number of choices of each algorithm that are scored: those with the least estimated times.
 _MOST = 200
 WORTH = 0.95
-"""Another kernel than that of the estimates must be predicted to take less than this part of its time."""
+"""A kernel replaces the kernel with the least estimated time only if it is predicted to take less than this fraction of
+that kernel's time."""
 LARGEST = 2e7
-"""The greatest number of elements of a layer's image, weights or result: a predictor was trained with no larger
-ones."""
+"""The greatest number of elements of a layer's image, weights or result: predictors were not trained with larger
+layers."""
 _CODE = (
     *Path(__file__).parent.glob("*.py"),
     *map(Path(__file__).parents[1].joinpath, ("layers.py", "space.py")),
@@ -39,8 +40,8 @@ _CODE = (
 @dataclass(frozen=True, slots=True)
 class PredictedTimes:
     """The `Timings` of layers by a predictor: for each algorithm the blocking with the least predicted time.
-    `measured`: times that are used instead where there are any. Nothing is predicted for blocks, and for layers larger
-    than `LARGEST`."""
+    `measured`: measured times, which replace predicted times where they exist. Nothing is predicted for inverted
+    residuals, and for layers larger than `LARGEST`."""
 
     predictor: Predictor
     machine: Machine
@@ -68,7 +69,8 @@ def largest(workload: LayerWorkload) -> int:
 
 @cache
 def version_of(predictor: Predictor) -> str:
-    """A text that changes with the choices of a predictor: a digest of its weights, and of the code that uses them."""
+    """A text that changes whenever the kernels that a predictor chooses may change: a digest of its weights, and of the
+    code that uses them."""
     digest = hashlib.blake2b(digest_size=6)
     digest.update(repr((predictor.shape, predictor.standard)).encode())
     for name, array in sorted(predictor.weights.items()):
@@ -96,8 +98,8 @@ def _times(predictor: Predictor, machine: Machine, workload: LayerWorkload, far:
 def predicted(
     predictor: Predictor, space: DesignSpace, untuned: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The positions of promising choices of a layer, among them `untuned`, and their predicted seconds. Choices with a
-    large estimate are not promising."""
+    """The positions of promising choices in the design space of a layer, among them `untuned`, and the predicted
+    seconds of these choices. Choices with a large estimated time are not promising."""
     candidates = [np.array([untuned])]
     for kind in range(space.kinds):
         mine = np.flatnonzero(space.points[:, 0] == kind)

@@ -1,7 +1,7 @@
-"""The input of a model of times for the choices of a layer. There are three kinds of tokens as in Ryu et al., 2022
-("One-Shot Tuner for Deep Learning Compilers", section 3): for the loops of the kernel ("curves"), for the knobs, and
-for the layer with its machine. One more token has numbers that follow from the loops for this machine, such as how many
-registers the innermost one takes."""
+"""The input of a model that predicts the times of a layer's kernels (choices). There are three kinds of tokens as in
+Ryu et al., 2022 ("One-Shot Tuner for Deep Learning Compilers", section 3): for the loops of the kernel ("curves"), for
+the knobs, and for the layer with its machine. One more token has numbers that are computed from the loops and the
+machine, such as how many registers the innermost loop takes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOPS = 6
 LOOP_FEATURES = 8
 KERNEL_FEATURES = 10
 ALGORITHMS = 8
-"""The number of algorithms, including those of blocks."""
+"""The number of algorithms, including the two of inverted residuals."""
 KNOB_FEATURES = ALGORITHMS + len(KNOBS)
 SIZES = 13
 TASK_FEATURES = SIZES + 6
@@ -49,7 +49,7 @@ class Tokens:
 
     @property
     def estimates(self) -> Floats:
-        """The logarithms (base 2) of the estimated times, [N]."""
+        """The logarithms (base 2) of the estimated times of the choices, [N]."""
         return self.knobs[:, ALGORITHMS]
 
     def some(self, positions: npt.NDArray[np.int64]) -> Tokens:
@@ -57,7 +57,7 @@ class Tokens:
 
 
 def tokens_of(space: DesignSpace, positions: npt.NDArray[np.int64] | None = None) -> Tokens:
-    """The tokens of the choices at these positions of a space (None: of all)."""
+    """The tokens of the choices at these positions of a space (None: of all choices)."""
     layer, machine = space.layer, space.machine
     indices = range(space.size) if positions is None else positions.tolist()
     each = [layer.loops(space.choices[i]) for i in indices]
@@ -82,7 +82,8 @@ def tokens_of(space: DesignSpace, positions: npt.NDArray[np.int64] | None = None
 
 
 def _of_loops(loops: Sequence[Loop]) -> npt.NDArray[np.float64]:
-    """For each loop the logarithms of its numbers, of how often its body runs, and of all that an iteration touches."""
+    """The features of each loop: the logarithms of its fields, of how often its body runs, and of the count of
+    different numbers that an iteration uses."""
     features = np.zeros((LOOPS, LOOP_FEATURES))
     for i, (loop, total) in enumerate(zip(loops, totals(loops))):
         numbers = np.array([*loop.numbers, total, loop.image + loop.weights + loop.results])
@@ -96,12 +97,13 @@ def _of_kernel(
 ) -> tuple[float, ...]:
     """The features of a kernel's token. All but the third and the fourth are logarithms:
 
-    - the vectors of sums, and of weights, in the innermost loop; the part of the registers that they take;
-    - how unevenly tasks are spread over the cores: the time of the busiest core over the mean;
-    - the computed multiplications over those that the layer needs; multiplications for each number that the innermost
-      loop reads; the estimate over the computed multiplications;
-    - of the `read` weights: their bytes over those of the second-level cache; how often tasks read them; and the
-      multiplications for each of them.
+    - the number of vectors of sums, and of weights, in the innermost loop; the fraction of the registers that they
+      take;
+    - how unevenly tasks are spread over the cores: the time of the busiest core divided by the mean time;
+    - the computed multiplications divided by those that the layer needs; the multiplications for each number that the
+      innermost loop reads; the estimated time divided by the computed multiplications;
+    - for the weights, whose number is `read`: their bytes divided by the bytes of the second-level cache; how often
+      tasks read each weight; and the multiplications for each weight.
     """
     if not loops:
         return (0.0,) * KERNEL_FEATURES
@@ -119,7 +121,8 @@ def _of_kernel(
 
 
 def _of_task(layer: Measurable[Any], machine: Machine) -> Floats:
-    """The logarithms of the sizes of a layer and of its machine."""
+    """The features of a layer's token: the logarithms of the layer's dimensions and of the properties of the
+    machine."""
     about = (
         machine.cores, machine.lanes, machine.registers, machine.second_level / 1024, int(machine.in_halves),
         layer.work / layer.weight,

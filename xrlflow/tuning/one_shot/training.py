@@ -20,7 +20,7 @@ from xrlflow.tuning.one_shot.tokens import ALGORITHMS, Tokens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """Measured kernels of a layer: their tokens, and their seconds, [N]."""
+    """N measured kernels of a layer: their tokens, and their seconds, [N]."""
 
     tokens: Tokens
     seconds: npt.NDArray[np.float64]
@@ -34,9 +34,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """A batch has `layers` layers, with at most `choices` choices of each. `ranking`: the weight of the ranking loss
-    next to the squared error (0: none); with `squared` False there is no squared error. The learning rate follows a
-    cosine."""
+    """How a predictor is trained. A batch has `layers` layers, with at most `choices` choices (kernels) of each.
+    `ranking`: the weight of the ranking loss next to the squared error (0: none); with `squared` False there is no
+    squared error. The learning rate follows a cosine."""
 
     steps: int = 4000
     layers: int = 8
@@ -115,13 +115,13 @@ def _initial(name: str, size: tuple[int, ...], generator: torch.Generator) -> Te
         return torch.zeros(size)
     if name in ("loops", "knobs", "knob", "algorithm"):
         return 0.1 * torch.randn(size, generator=generator)
-    # The features of loops and layers are logarithms of up to 30.
+    # The features of loops and layers are logarithms of up to 30, so the initial weights for them are small.
     scale = 0.1 if name in ("loop", "task", "kernel") else 1.0
     return scale * torch.randn(size, generator=generator) / math.sqrt(size[0])
 
 
 Listener = Callable[[int, float], None]
-"""A function that is called with the number of steps, and the mean loss of the latest 100."""
+"""A function that is called with the number of steps, and the mean training loss of the latest 100 steps."""
 
 
 def train(
@@ -161,7 +161,8 @@ def train(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Choices of several layers. `owner`: the layer of each. `estimates`: logarithms, in the unit of the targets."""
+    """Choices of several layers. `owner`: the number of each choice's layer. `estimates`: logarithms of estimated
+    times, in the unit of the targets."""
 
     inputs: tuple[Tensor, Tensor, Tensor, Tensor]
     targets: Tensor
@@ -196,8 +197,8 @@ def _random_batch(
 
 
 def _loss(scores: Tensor, batch: _Batch, config: TrainingConfig) -> Tensor:
-    """The squared error, plus a ranking loss: for each pair of choices of one layer, the logistic loss of their order,
-    weighted by the difference of their speeds (as in LambdaRank, Burges 2010)."""
+    """The squared error, plus a ranking loss: for each pair of choices of one layer, the logistic loss of ranking this
+    pair, weighted by the difference of their speeds (as in LambdaRank, Burges 2010)."""
     total = functional.mse_loss(scores, batch.targets) if config.squared else torch.zeros(())
     if config.ranking:
         speeds, predicted = batch.targets - batch.estimates, scores - batch.estimates

@@ -14,7 +14,7 @@ from xrlflow.tuning.tuners.guided import Guided
 
 @dataclass(frozen=True, slots=True)
 class AnnealingConfig:
-    """The defaults are those of AutoTVM's `sa_model_optimizer.py`."""
+    """The parameters of simulated annealing, with the defaults of AutoTVM's `sa_model_optimizer.py`."""
 
     chains: int = 128
     steps: int = 500
@@ -29,9 +29,10 @@ class AnnealingConfig:
 
 
 class AnnealingTuner(Guided):
-    """Runs many chains in parallel. In each step, every chain proposes to change one knob to any other value.
+    """A tuner that runs many Markov chains in parallel, scored by the surrogate. In each step, every chain proposes to
+    change one knob to any other value.
 
-    The next plan continues from the points where the chains ended.
+    The next call of `plan` continues from the points where the chains ended.
     """
 
     name = "annealing"
@@ -47,7 +48,7 @@ class AnnealingTuner(Guided):
         if points is None:
             points = self.space.draw(self.generator, config.chains)
         scores = self.surrogate.predict(points)
-        # The best unspent vectors so far, with their scores.
+        # The best vectors so far that may give a new kernel (see `Frontier.spent`), with their scores.
         best: dict[Vector, float] = {}
         size = 8 * count
         floor, idle = -np.inf, 0
@@ -70,8 +71,8 @@ class AnnealingTuner(Guided):
         return sorted(best, key=lambda vector: (-best[vector], vector))
 
     def _note(self, best: dict[Vector, float], points: Indices, scores: Floats, floor: float) -> bool:
-        """Add the vectors with a score above `floor` to `best`, unless they are spent. Returns whether any was
-        added."""
+        """Add the vectors with a score above `floor` to `best`, unless they are known to give no new kernel. Returns
+        whether any vector was added."""
         before = len(best)
         for i in np.flatnonzero(scores > floor):
             vector: Vector = tuple(points[i].tolist())
@@ -81,11 +82,11 @@ class AnnealingTuner(Guided):
 
     def _changed(self, points: Indices) -> Indices:
         """The points, [N, K], with one random knob of each changed to another value. A point without a knob to change
-        stays."""
+        remains."""
         draws = np.where(self.space.movable(points), self.generator.random(points.shape), -1.0)
         knob = draws.argmax(axis=1)
         rows = np.arange(len(points))
-        # The shift leads to any value but the present one. A knob with a single value stays.
+        # The shift leads to any value but the present one. A knob with a single value does not change.
         shift = 1 + (self.generator.random(len(points)) * (self.space.sizes[knob] - 1)).astype(np.int64)
         changed = points.copy()
         changed[rows, knob] = (points[rows, knob] + shift) % self.space.sizes[knob]

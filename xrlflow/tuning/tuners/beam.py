@@ -21,10 +21,10 @@ from xrlflow.tuning.tuners.guided import Guided
 
 @dataclass(frozen=True, slots=True)
 class BeamConfig:
-    """Sizes of the search. Halide uses a beam of 32 and 5 passes.
+    """The size of the search: of the beam, and the number of passes. Halide uses a beam of 32 and 5 passes.
 
-    Both are smaller here, because the tile of an operator has hundreds of values, and each of them is scored in one
-    step.
+    Both are smaller here, because the tile of an operator has hundreds of values, all of which are scored when that
+    knob is decided.
     """
 
     beam: int = 16
@@ -37,7 +37,8 @@ class BeamConfig:
 
 
 class BeamTuner(Guided):
-    """Decides the algorithm first, then one knob after the other. Each pass uses a new random order of the knobs."""
+    """A tuner that decides the algorithm first, then one knob after the other. Each pass uses a new random order of the
+    knobs."""
 
     name = "beam"
 
@@ -48,8 +49,8 @@ class BeamTuner(Guided):
     def plan(self, count: int) -> Sequence[Vector]:
         config = self._config
         scores_of: dict[Vector, float] = {}
-        # Complete partial vectors with the fastest measured vectors and with random ones: a decision that is good with
-        # them is often good with others.
+        # Partial vectors are completed with the fastest measured vectors and with random vectors: a decision that is
+        # good with these completions is often good with others.
         fastest = np.array(self.surrogate.best(config.completions // 2), np.int64)
         completions = self.space.draw(self.generator, config.completions)
         completions = np.concatenate([fastest.reshape(-1, len(self.space.knobs)), completions])[
@@ -66,7 +67,8 @@ class BeamTuner(Guided):
     def _pass(
         self, completions: Indices, limit: int
     ) -> tuple[Indices, np.ndarray[tuple[int], np.dtype[np.float32]]]:
-        """One pass: decide all knobs in a random order, with the completions [C, K].
+        """One pass of the search: decide all knobs in a random order, and score partial vectors with the completions
+        [C, K].
 
         Returns at most `limit` complete vectors and their scores, best first.
         """
@@ -79,7 +81,7 @@ class BeamTuner(Guided):
             wider = np.repeat(beam, size, axis=0)
             wider[:, knob] = np.tile(np.arange(size), len(beam))
             decided[knob] = True
-            # Unused knobs become 0, so that vectors that differ only in them are equal.
+            # Unused knobs become 0, so that vectors that differ only in unused knobs are equal.
             wider = np.unique(np.where(decided, self.space.masked(wider), 0), axis=0)
             complete = np.where(decided, wider[:, None, :], completions[None, :, :])
             flat = self.space.masked(complete.reshape(-1, len(decided)))

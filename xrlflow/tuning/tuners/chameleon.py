@@ -8,8 +8,8 @@ walk reaches.
 Adaptive sampling: k-means divides the visited vectors into groups, and one vector of each group is measured.
 
 The differences from the paper, with the reasons:
-- One small network is applied to every knob. It also sees the mean over all knobs, and features of the task. So one
-  agent can serve tasks with any number of knobs, and use on one task what it has learned on another.
+- One small network is applied to every knob. It also reads the mean over all knobs, and features of the layer. So one
+  agent can serve layers with any number of knobs, and use for one layer what it has learned on another.
 - A knob has up to dozens of values. The moves of a walk are long at first and end with a length of one, so that a walk
   of a few dozen steps can reach any vector from any other. Walks that start at the best measured vectors stay close to
   them.
@@ -17,10 +17,10 @@ The differences from the paper, with the reasons:
   has to be decoded.
 - Only the visited vectors with the best scores are grouped. The paper measures the vector nearest to the centre of a
   group. Here a few vectors of the group are decoded, and the one is measured that the surrogate's model of kernels
-  ranks first. On analytic landscapes, both changes together reached known optima sooner; they were not tested
-  separately.
-- Some vectors that no walk has visited are decoded too. The model of knobs learns the scores that the model of kernels
-  gives them. Decoding takes a hundredth of the time of measuring.
+  ranks first. On artificial functions with known optima, both changes together reached the optima sooner; they were not
+  tested separately.
+- Some vectors that no walk has visited are decoded too. The surrogate's model of knobs learns the scores that its model
+  of kernels gives them. Decoding takes a hundredth of the time of measuring.
 - An agent carries its policy and its measurements from layer to layer. The descriptions of kernels have the same
   meaning for all layers, so the model of kernels can rank kernels before the first measurement of a layer.
 """
@@ -53,11 +53,11 @@ from xrlflow.tuning.tuners.protocol import Measurement
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Actions of a knob, in this order: decrease, stay, increase.
+# The number of actions of a knob (decrease, stay, increase, in this order), and the index of the action to stay.
 _MOVES, _STAY = 3, 1
-# Neighbours of this many of the best measured vectors are decoded in each plan.
+# In each plan, neighbours of this many of the best measured vectors are decoded.
 _BEST = 2
-# The numbers of features of a knob's value, of a knob and of a task.
+# The numbers of features of a knob's value, of a knob and of a layer.
 _VALUE, _KNOB, _TASK = 2, 5, 4
 _AGENT = "kernel agent"
 _KERNELS, _SCORES = "experience.kernels", "experience.scores"
@@ -67,32 +67,32 @@ _KERNELS, _SCORES = "experience.kernels", "experience.scores"
 class ChameleonConfig:
     """The defaults for gamma, lambda, clip, epochs, learning rate, `rest`, `groups` and `knee` are the paper's.
 
-    The paper has 128 walks of up to 500 steps, and minibatches of 32. Here walks are fewer and shorter, so that
+    The paper uses 128 walks of up to 500 steps, and minibatches of 32. Here, there are fewer and shorter walks, so that
     planning takes less time than measuring.
     """
 
-    # The number of walks of a round, and the largest number of steps of a walk.
+    # The number of walks in a round, and the largest number of steps of a walk.
     walks: int = 64
     steps: int = 32
-    # The number of rounds of a plan. In each, the agent walks and then learns from the walks.
+    # The number of rounds of a plan. In each round, the agent walks and then learns from the walks.
     rounds: int = 3
     # A walk ends when the moves of at least this fraction of its movable knobs change nothing.
     rest: float = 0.75
     # The number of visited vectors that are grouped: those with the best scores of the surrogate.
     pool: int = 128
-    # The number of vectors of a group that are decoded: the best by their knobs. Of them, the best by its description
-    # is proposed.
+    # The number of vectors of a group that are decoded: those with the best scores by their knobs. Of these, the vector
+    # with the best score by its description is proposed.
     shortlist: int = 4
     # The number of random vectors that are decoded as soon as the surrogate can score kernels.
     imagined: int = 128
     # In each plan, this many neighbours of each of the two best measured vectors are decoded. Neighbours differ in one
-    # decision.
+    # knob.
     neighbours: int = 12
     # The fraction of random proposals, as in AutoTVM.
     explore: float = 0.05
-    # The numbers of groups that are tried are the multiples of this one, up to the number of proposals.
+    # k-means is run with multiples of this number of groups, up to the number of proposals.
     groups: int = 8
-    # A larger number of groups is accepted if the sum of squared distances falls by this factor.
+    # A larger number of groups is used if it divides the sum of squared distances by at least this factor.
     knee: float = 2.5
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
@@ -126,7 +126,7 @@ class ChameleonConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """The features of a space that do not depend on the vector: K knobs with at most N values."""
+    """Those features of a design space that do not depend on the vector: for K knobs with at most N values each."""
 
     values: Tensor  # [K, N, _VALUE]
     knobs: Tensor  # [K, _KNOB]
@@ -238,8 +238,8 @@ class Agent(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walks:
-    """The results of W walks: the visited vectors [N, K] with their scores [N], the last vectors of the walks [W, K],
-    and the episodes to learn from."""
+    """The results of W walks: the visited vectors [N, K] with their scores [N], the last vector of each walk [W, K],
+    and the episodes from which the agent learns."""
 
     visited: Indices
     scores: Floats
@@ -249,7 +249,7 @@ class Walks:
 
 class ChameleonTuner:
     """Lets an agent walk through the space; the agent learns in every plan. It can start as a copy of an agent that
-    learned on other tasks."""
+    learned on other layers."""
 
     name = "chameleon"
 
@@ -273,14 +273,14 @@ class ChameleonTuner:
 
     @property
     def agent(self) -> Agent:
-        """A copy of the agent with all measurements so far, for other tasks."""
+        """A copy of the agent with all measurements so far, to start the tuning of other layers."""
         agent = copy.deepcopy(self._agent)
         agent.experience = self._surrogate.experience
         return agent
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        """At most `count` new candidates: first one of each group of visited vectors, the best ranks first, then random
-        ones.
+        """At most `count` new candidates: first one candidate of each group of visited vectors, in the order of their
+        ranks, then random candidates.
 
         The list is empty if no new kernel can be found.
         """
@@ -293,7 +293,7 @@ class ChameleonTuner:
             pool = self._explore()
         by_walks = count - int(self._generator.binomial(count, self._config.explore))
         candidates = self._sample(pool, by_walks) if len(pool) and by_walks else []
-        # The best ranks come first, so that good kernels are measured sooner.
+        # Candidates with the best ranks come first, so that good kernels are measured sooner.
         candidates = [candidates[i] for i in np.argsort(-self._surrogate.rank(candidates), kind="stable")]
         self._frontier.claim(candidates)
         return [*candidates, *self._frontier.random(count - by_walks if candidates else count)]
@@ -303,9 +303,11 @@ class ChameleonTuner:
         self._surrogate.add(measured)
 
     def _imagine(self) -> None:
-        """Decode some vectors, so that the model of knobs learns the scores that the model of kernels gives them.
+        """Decode some vectors, so that the surrogate's model of knobs learns the scores that its model of kernels gives
+        them.
 
-        The first time these are random vectors. Every time they include some neighbours of the best measured vectors.
+        In the first call these include random vectors. In every call they include some neighbours of the best measured
+        vectors.
         """
         if not self._surrogate.ready:
             return
@@ -319,12 +321,13 @@ class ChameleonTuner:
             self._decode([near[i] for i in selected], self._config.neighbours)
 
     def _explore(self) -> Indices:
-        """Walk and learn. Returns the best vectors [N, K], visited or decoded by `_imagine`, that are not spent, best
-        first."""
+        """Let the agent walk and learn. Returns the best vectors [N, K], best first, of those that were visited, or
+        decoded by `_imagine`, and that may give new kernels."""
         config = self._config
         promising = self._surrogate.promising(config.pool)
         visited = [self._array([vector for vector, _ in promising])]
-        # These come first: for a vector in both lists, `np.unique` below keeps the score of the model of kernels.
+        # Promising vectors come first: for a vector that is in both lists, `np.unique` below returns the first score,
+        # which comes from the model of kernels.
         scores = [np.array([score for _, score in promising], np.float32)]
         for _ in range(config.rounds if self._surrogate.ready else 1):
             starts, near = self._starts()
@@ -339,8 +342,8 @@ class ChameleonTuner:
                 visited.append(walks.visited)
                 scores.append(walks.scores)
             else:
-                # Without scores, all ends of the walks are equally promising: the agent learned on other tasks where to
-                # walk.
+                # If the surrogate has no scores yet, the ends of all walks are equally promising: the agent has learned
+                # on other layers where to walk.
                 visited.append(walks.ends)
                 scores.append(np.zeros(len(walks.ends), np.float32))
         vectors, first = np.unique(np.concatenate(visited), axis=0, return_index=True)
@@ -350,10 +353,11 @@ class ChameleonTuner:
         return vectors[np.argsort(-values, kind="stable")[: config.pool]]
 
     def _starts(self) -> tuple[Indices, int]:
-        """The starts of the walks, [W, K], and the number of those, at the front, that are the best vectors so far.
+        """The starts of the walks, [W, K], and how many of them are the best vectors so far (these are at the front).
 
-        A quarter starts at the best measured vectors or, if these are too few, the best supposed ones. A quarter starts
-        where earlier walks ended, and the others at random vectors.
+        A quarter of the walks starts at the best measured vectors or, if these are too few, at the best unmeasured
+        vectors that the surrogate has scored. A quarter starts where earlier walks ended, and all others start at
+        random vectors.
         """
         walks = self._config.walks
         best = self._surrogate.best(walks // 4)
@@ -368,9 +372,9 @@ class ChameleonTuner:
     def _sample(self, pool: Indices, count: int) -> list[Candidate]:
         """Adaptive sampling: one new candidate of each group of the pool [N, K].
 
-        It is the one with the best rank of those that were already decoded and a few more. If a group has no new valid
-        kernel, the vector of the pool's most frequent values is used, as in the paper, or random combinations of its
-        values.
+        Each candidate has the best rank among the vectors of its group that are already decoded, and a few that are
+        decoded now. If a group has no new valid kernel, the vector of the pool's most frequent values is used, as in
+        the paper, or a random combination of values of the pool.
         """
         features = self._space.features(pool)
         features = (features - features.mean(0)) / (features.std(0) + 1e-6)
@@ -390,8 +394,8 @@ class ChameleonTuner:
         return list(selected.values())
 
     def _decode(self, vectors: Sequence[Vector], count: int) -> list[Candidate]:
-        """The unclaimed candidates among the vectors: all those that were decoded before, and at most `count` newly
-        decoded ones."""
+        """The new candidates (not claimed yet) among the vectors: all that were decoded before, and at most `count`
+        that are decoded now."""
         earlier = [
             candidate
             for vector in vectors
@@ -403,8 +407,8 @@ class ChameleonTuner:
         return [*earlier, *new]
 
     def _synthetic(self, pool: Indices, tries: int = 8) -> Indices:
-        """The vector of each knob's most frequent value, and `tries` vectors whose values are drawn from the pool, knob
-        by knob: [1 + tries, K]."""
+        """One vector that has each knob's most frequent value in the pool, and `tries` vectors whose values are drawn
+        from the pool, knob by knob: [1 + tries, K]."""
         frequent = [int(np.bincount(column).argmax()) for column in pool.T]
         rows = self._generator.integers(len(pool), size=(tries, pool.shape[1]))
         mixed = np.take_along_axis(pool, rows, axis=0)
@@ -421,11 +425,12 @@ def walk(
     generator: torch.Generator,
     near: int = 0,
 ) -> Walks:
-    """Walk from all starts, [W, K], at once. The reward of a step is the surrogate's score of the vector that it
+    """Walk from all starts, [W, K], in parallel. The reward of a step is the surrogate's score of the vector that it
     reaches.
 
     The first `near` walks stay close to their start: their moves have length one. A walk that ends because its knobs
-    rest counts as truncated, not as terminated: the critic estimates the value of resting for ever.
+    rest (their moves change nothing) counts as truncated, not as terminated: the critic estimates the value of resting
+    for ever.
     """
     points = starts
     episodes: list[Episode[Observation]] = [Episode() for _ in starts]
@@ -523,8 +528,8 @@ def _distances(points: Floats, centres: Floats) -> Floats:
 def _strides(space: DesignSpace, step: int, steps: int) -> Indices:
     """The length of each knob's move [K] at a step of a walk.
 
-    It begins with a quarter of the knob's values, and falls to one in the first half of the walk. It is never below
-    one.
+    The length begins with a quarter of the number of the knob's values, and falls to one in the first half of the walk.
+    It is never below one.
     """
     halvings = np.log2(np.maximum(space.sizes / 4, 1))
     exponents = halvings * max(0.0, 1 - 2 * step / steps)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def make_tuner(method: Method, space: DesignSpace, seed: int, *, agent: Agent | None = None) -> Tuner:
-    """A tuner for the method.
+    """A tuner of the method for a design space.
 
     `agent` is only for `chameleon`: an agent that learned on other layers. The tuner works on a copy. Raises ValueError
     if another method is given an agent.

@@ -14,8 +14,8 @@ from xrlflow.tuning.tuners.guided import Guided
 
 @dataclass(frozen=True, slots=True)
 class GeneticConfig:
-    """`best` is the number of the fastest measured vectors in the first generation; the others are random. `mutation`
-    is the probability that a knob of a child gets a random value."""
+    """`best` is the number of the fastest measured vectors in the first generation; all other vectors of the first
+    generation are random. `mutation` is the probability that a knob of a child gets a random value."""
 
     population: int = 256
     generations: int = 8
@@ -28,7 +28,8 @@ class GeneticConfig:
 
 
 class GeneticTuner(Guided):
-    """A child gets each knob from one of its two parents. Vectors with high scores become parents more often."""
+    """A tuner that breeds vectors. A child gets each knob from one of its two parents. Vectors with high scores become
+    parents more often."""
 
     name = "genetic"
 

@@ -1,4 +1,5 @@
-"""The base class of tuners that search with a surrogate. It selects which of the promising vectors are proposed."""
+"""The base class of tuners that search with a surrogate. It selects the vectors that are proposed among those that a
+search considers promising."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Measurement
 
-# The shortlist has this many times the number of proposals: the best by the model of knobs. The model of kernels ranks
-# it.
+# The shortlist has this many times as many vectors as will be proposed: those with the best scores by the model of
+# knobs. The model of kernels ranks the shortlist.
 _SHORTLIST = 4
 
 
 class Guided(ABC):
-    """Proposes the best vectors of `plan` and some random ones. While the surrogate is not ready, all proposals are
-    random."""
+    """Proposes the best vectors that `plan` returns, and some random vectors. While the surrogate is not ready, all
+    proposals are random."""
 
     name: str
     # The fraction of random proposals: AutoTVM's epsilon.
@@ -35,8 +36,8 @@ class Guided(ABC):
 
     @abstractmethod
     def plan(self, count: int) -> Sequence[Vector]:
-        """Promising normal vectors, best first, from which `count` kernels are selected. Called only if the surrogate
-        is ready."""
+        """Promising normal vectors, best first, from which `count` kernels are selected. It is called only if the
+        surrogate is ready."""
 
     def propose(self, count: int) -> Sequence[Candidate]:
         if count < 1 or not self.surrogate.ready:

@@ -1,5 +1,5 @@
-"""A tuner that proposes the kernels of a layer in the order of a predictor's times (Ryu et al., 2022, "One-Shot Tuner
-for Deep Learning Compilers"). It learns nothing from measurements."""
+"""A tuner that proposes the kernels of a layer in the order of their predicted times (Ryu et al., 2022, "One-Shot Tuner
+for Deep Learning Compilers"). The tuner learns nothing from measurements."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from xrlflow.tuning.tuners.protocol import Measurement
 
 
 class OneShotTuner:
-    """Predicts the time of the promising kernels of a space once, and proposes at most `limit` of them, fastest first.
+    """Predicts the times of the promising kernels of a design space once, and proposes at most `limit` of these
+    kernels, fastest first.
 
-    Blocks, and layers that are too large for the predictor, are ordered by the estimates of the device model instead.
+    Kernels of inverted residuals, and of layers that are too large for the predictor, are proposed in the order of
+    their estimated times instead.
     """
 
     name = "one-shot"

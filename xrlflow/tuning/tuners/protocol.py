@@ -1,4 +1,4 @@
-"""The interface of tuners: they propose candidates and learn from their times."""
+"""The interface of tuners: a tuner proposes candidates and learns from their measured times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xrlflow.tuning.knobs import Candidate
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The result for a candidate: the seconds of each repetition or, if it did not run, the error."""
+    """The result of measuring a candidate: the seconds of each repetition or, if the kernel did not run, the error."""
 
     seconds: tuple[float, ...] = ()
     error: str | None = None
@@ -32,19 +32,20 @@ class Measurement:
 
 
 class Tuner(Protocol):
-    """A search for the fastest kernel of one task: it proposes candidates, the caller measures them and reports their
-    times.
+    """A search for the fastest kernel of one tuning task. The tuner proposes candidates; the caller measures them and
+    reports their times.
 
-    The search is determined by its seed and these reports.
+    The seed and the reported times determine all proposals.
     """
 
     name: str
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        """At most `count` different candidates that were neither proposed nor reported before. It is empty if there are
-        none.
+        """At most `count` different candidates that were neither proposed nor reported before. The result is empty if
+        there are no more candidates.
 
-        If the tuner can rank them, the most promising ones come first, because the first ones are measured first.
+        If the tuner can rank candidates, the most promising come first, because the caller measures the first
+        candidates first.
         """
         ...
 
@@ -54,7 +55,7 @@ class Tuner(Protocol):
 
 
 class Method(Enum):
-    """The tuners, with their names on the command line."""
+    """The methods of tuning, by their names on the command line."""
 
     CHAMELEON = "chameleon"
     GENETIC = "genetic"
@@ -66,5 +67,5 @@ class Method(Enum):
 
 
 SEARCHING = (Method.CHAMELEON, Method.GENETIC, Method.ANNEALING, Method.BEAM, Method.RANDOM)
-"""The methods that measure until the trials or the time are used up. ONE_SHOT measures nothing and trusts the
-predictor; ONE_SHOT_8 measures the first eight candidates of each layer."""
+"""The methods that measure until the trials or the time are used up. ONE_SHOT measures nothing, and uses the kernels
+that are predicted to be the fastest. ONE_SHOT_8 measures the first eight candidates of each layer."""

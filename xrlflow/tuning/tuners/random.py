@@ -1,4 +1,4 @@
-"""Random search, the baseline of the other methods."""
+"""Random search, with which the other methods are compared."""
 
 from __future__ import annotations
 

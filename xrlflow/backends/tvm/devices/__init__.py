@@ -1,2 +1,2 @@
-"""Where compiled models run (`execution`): on this machine, or on others behind TVM's RPC tracker. `remote` opens
-sessions, `device` has the models that run there."""
+"""Runs compiled models. `execution`: the choice between this machine and devices behind TVM's RPC tracker. `remote`
+opens sessions with such devices, and `device` has the models that run on them."""

@@ -1,4 +1,4 @@
-"""A model on a remote device: loaded, run and timed there.
+"""A model on a remote device: loaded, run and timed on the device.
 
 A separate process talks to the device, because TVM's client may wait for ever. If the device is gone or hangs, that
 process is killed, and an error of one line is raised. The process has one session for all models, since a device serves
@@ -183,7 +183,7 @@ class RemoteModel:
         return self.interface.outputs
 
     def feed(self, feeds: Feeds) -> None:
-        """Set the inputs. Raises BackendError for arrays of other sizes or types."""
+        """Set the inputs. Raises BackendError for arrays of other shapes or types than the model's inputs."""
         self._device._ask(_Feed(self.number, tuple(arguments_of(self.interface, feeds))))
 
     def run(self, feeds: Feeds) -> Sequence[Any]:

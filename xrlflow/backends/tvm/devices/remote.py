@@ -1,7 +1,7 @@
 """Devices behind TVM's RPC tracker: how to find one and to open a session with it.
 
 The device runs `python -m tvm.exec.rpc_server --tracker HOST:PORT --key KEY`. Trackers and servers do not authenticate:
-everybody who reaches them can run any program there. Use them only in a private network.
+everybody who reaches one can run any program on its machine. Use them only in a private network.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class _Convolution:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A depthwise convolution with the pointwise ones before it (`expand`) and after it (`project`)."""
+    """A depthwise convolution with the pointwise convolutions before it (`expand`) and after it (`project`); None:
+    there is no such convolution."""
 
     expand: _Convolution | None
     depthwise: _Convolution

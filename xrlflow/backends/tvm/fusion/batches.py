@@ -54,7 +54,7 @@ def _replacements(function: Function, machine: Machine) -> dict[Any, Replacement
 
 
 def _workload(call: Any, machine: Machine) -> BatchedProduct | None:
-    """The sizes of a batch of small products; None for any other product."""
+    """The workload (dimensions and steps) of a batch of small products; None for any other product."""
     x, z = (sizes(each, FLOAT) for each in call.args)
     if x is None or z is None or min(len(x), len(z)) < 3 or x[:-2] != z[:-2] or 0 in (*x, *z):
         return None

@@ -16,7 +16,7 @@ from xrlflow.backends.tvm.toolchain.functions import FROM_C
 
 _PATTERN = "op_pattern"
 _REDUCTION = (
-    3  # relax's OpPatternKind: functions up to this one are fused with the computation of their operands
+    3  # relax's OpPatternKind: functions up to this kind are fused with the computation of their operands
 )
 # The greatest number of terms of an expression. Such an expression takes 1 to 3 seconds to compile (Zen 3).
 _MAX_TERMS = 8192

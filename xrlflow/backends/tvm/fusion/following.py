@@ -48,8 +48,8 @@ class Function:
         self._order = {v: i for i, v in enumerate(self.values)}
 
     def reader(self, variable: Any) -> Any | None:
-        """The only variable that is computed from this one; None if several are, or if it uses this one more than
-        once."""
+        """The only variable that is computed from `variable`; None if several variables are, or if it uses `variable`
+        more than once."""
         readers = self._readers[variable]
         return readers[0] if self.uses[variable] == len(readers) == 1 else None
 
@@ -77,7 +77,7 @@ class Function:
         return best
 
     def _after(self, variable: Any) -> Iterator[Any]:
-        """The variables that are computed from this one, directly or indirectly, in the function's order."""
+        """The variables that are computed from `variable`, directly or indirectly, in the function's order."""
         pending = {*self._readers[variable]}
         visited: set[Any] = set()
         while pending:

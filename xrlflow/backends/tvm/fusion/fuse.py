@@ -45,8 +45,8 @@ def fuse(
     """Apply layouts, constant folding and fusion. Afterwards the Relax function only calls primitive functions.
 
     `channels_last`: whether images have this layout; None: only if convolutions of the module are faster so.
-    `algorithms`: those that layers and inverted residuals may use; `layers.chosen_in` returns the chosen ones. Raises
-    BackendError if TVM refuses the module.
+    `algorithms`: those that layers and inverted residuals may use; `layers.chosen_in` returns the chosen algorithms.
+    Raises BackendError if TVM refuses the module.
     """
     keep_layouts()
     with answering("compile", module):

@@ -1,8 +1,8 @@
 """Removes the unnecessary transpositions that Relax's change of layouts inserts.
 
-Relax transposes an image back before operators for which it has no other layout, also before some that could have one.
-Here a transposition moves behind an operator if it meets its inverse there, even if other operators read the values,
-too. Two transpositions in succession become one or none.
+Relax transposes an image back before operators for which it has no other layout, and also before some operators that
+could have another layout. This pass moves a transposition behind an operator if it meets its inverse behind that
+operator, even if other operators read the values, too. Two transpositions in succession become one or none.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def keep_layouts() -> None:
 
 
 def counted_axes(module: Any) -> Any:
-    """The module in which negative axes of "main" are replaced by positive ones. Relax's change of layouts takes a
+    """The module in which negative axes of "main" are replaced by positive axes. Relax's change of layouts takes a
     negative axis of a squeeze for a large number, and reads memory outside its lists."""
 
     def replace(call: Any, builder: Any) -> Any | None:
@@ -108,8 +108,8 @@ def border(x: Any, pads: Any | None, value: Any | None) -> Any | None:
     """A tensor with a constant border, as an operator that `without_detours` can transpose. (TVM's importer would make
     a kernel of it.)
 
-    `pads`: sizes before each dimension, then after each. None if `pads` or `value` (default: 0) are not constant, if
-    they crop, or for a tensor of integers.
+    `pads`: the widths of the border before each dimension, then after each dimension. None if `pads` or `value`
+    (default: 0) are not constant, if they crop, or for a tensor of integers.
     """
     from tvm import relax
     from tvm.ir import GenericConst
@@ -154,7 +154,7 @@ def _useful(main: Any) -> Mapping[Any, frozenset[tuple[int, ...]]]:
 
 
 def _tensors(call: Any) -> list[Any]:
-    """The operands of a call that are tensors. Those of a concatenation are its parts."""
+    """The operands of a call that are tensors. The operands of a concatenation are its parts."""
     from tvm import relax
 
     operands = call.args[0].fields if isinstance(call.args[0], relax.Tuple) else call.args

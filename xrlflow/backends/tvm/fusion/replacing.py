@@ -14,7 +14,8 @@ from xrlflow.backends.tvm.toolchain.reading import with_main
 @dataclass(frozen=True, slots=True)
 class Replacement:
     """A kernel that computes a variable. Replacements with the same `key` share one function, which `make` creates and
-    whose name is `name`. `read` returns the expressions that the kernel reads; `shape` is that of its result."""
+    whose name is `name`. `read` returns the expressions that the kernel reads; `shape` is the shape of the kernel's
+    result."""
 
     name: str
     key: Hashable

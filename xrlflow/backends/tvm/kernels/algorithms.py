@@ -88,7 +88,7 @@ class AlgorithmChoice:
     """The algorithm of a layer in a compiled graph."""
 
     layer: str
-    """The kind and sizes of the layer."""
+    """The kind and dimensions of the layer, as text."""
     algorithm: str
     error: float
     """See `AlgorithmOption`."""

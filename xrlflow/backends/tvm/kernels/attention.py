@@ -196,7 +196,7 @@ def _parts(workload: Attention, rows: int, cores: int) -> int:
 
 
 def kernel(workload: Attention, machine: Machine) -> Any:
-    """The PrimFunc with parameters q, k, v, the extras of the steps in their order, and the result."""
+    """The PrimFunc with parameters q, k, v, the extra operands of the steps in their order, and the result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
@@ -224,7 +224,8 @@ def kernel(workload: Attention, machine: Machine) -> Any:
 
 
 def _unfold(index: Any, sizes: Sequence[int]) -> list[Any]:
-    """The indices of several dimensions of these sizes, from the number of an element counted through them."""
+    """The index in each of several dimensions, from the number of an element counted through all of them. `sizes`: the
+    extents of the dimensions."""
     indices: list[Any] = []
     for size in reversed(sizes):
         indices.insert(0, index % size)

@@ -90,7 +90,7 @@ def best_blocking(workload: BatchedProduct, machine: Machine) -> BatchBlocking:
 
 
 def kernel(workload: BatchedProduct, blocking: BatchBlocking) -> Any:
-    """The PrimFunc with parameters x, z, the extras of the steps in their order, and the result."""
+    """The PrimFunc with parameters x, z, the extra operands of the steps in their order, and the result."""
     tvm()
     from tvm import tirx
     from tvm.script.ir_builder import IRBuilder

@@ -101,8 +101,8 @@ def _vectors_of(workload: Convolution, lanes: int) -> int:
 
 
 def kernel(workload: Convolution, blocking: DirectBlocking, epsilon: float) -> Any:
-    """The PrimFunc with parameters image, weights (`direct.packed`), the extras of the steps in their order, scale and
-    bias of the normalisation, and result."""
+    """The PrimFunc with parameters image, weights (`direct.packed`), the extra operands of the steps in their order,
+    scale and bias of the normalisation, and result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T

@@ -138,7 +138,7 @@ def _convolution(workload: LayerWorkload) -> direct.Convolution:
 
 
 def title(workload: LayerWorkload) -> str:
-    """The kind and sizes of a layer."""
+    """The kind and dimensions of a layer, as text."""
     if isinstance(workload, products.Product):
         return f"product of {workload.rows} rows, {workload.terms} to {workload.columns} columns"
     window = "x".join(map(str, workload.window[5 - len(workload.image) :]))

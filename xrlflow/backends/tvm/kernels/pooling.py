@@ -16,9 +16,9 @@ from xrlflow.backends.tvm.toolchain.reading import numbers, sizes
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """The windows along one dimension. `result`, `image`: the sizes. `taps`, `stride`, `dilation`: of a window.
-    `before`, `after`: the pixels that are added to the image on either side; the first window begins at the first of
-    them."""
+    """The windows along one dimension. `result`, `image`: the extents of the result and of the image. `taps`, `stride`,
+    `dilation`: of a window. `before`, `after`: the pixels that are added to the image on either side; the first window
+    begins at the first of them."""
 
     result: int
     image: int

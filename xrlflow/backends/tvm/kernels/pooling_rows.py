@@ -86,7 +86,7 @@ def _legal(
 
 def kernel(planes: tuple[int, int], along: tuple[Along, Along], machine: Machine, mean: bool | None) -> Any:
     """The PrimFunc with parameters image [batch, channel, row, column], for means the `shares`, and result. `planes`:
-    the sizes of batch and channel; `mean`: see `_legal`."""
+    the extents of batch and channel; `mean`: see `_legal`."""
     from tvm import tirx
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T

@@ -191,7 +191,8 @@ def chunk_of(depth: int) -> int:
 
 
 def kernel(workload: Product, blocking: ProductBlocking) -> Any:
-    """The PrimFunc with parameters x, weights (`packed`), the extras of the steps in their order, and the result."""
+    """The PrimFunc with parameters x, weights (`packed`), the extra operands of the steps in their order, and the
+    result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
@@ -322,7 +323,7 @@ class _Task:
         self._leave(panel, first, height, width)
 
     def _row(self, row: Any) -> list[Any]:
-        """The indices of a row, without that of the column."""
+        """The indices of a row in all dimensions but the last (the column)."""
         indices: list[Any] = []
         sizes = self._workload.image[:-1]
         for at in reversed(range(len(sizes))):

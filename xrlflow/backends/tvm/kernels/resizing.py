@@ -1,9 +1,9 @@
 """Resize of images, nearest and linear. Tables have, for each result, the pixels that it reads and their weights.
 
 With channels first, a generated kernel goes row by row: it mixes two rows of the image into one, which stays in the
-cache, and computes a row of results from it. If the sizes are in a ratio of small numbers, results repeat in periods,
-which LLVM turns into vectors and their shuffles. With channels last, a vector has the channels of one pixel, and
-following operators are fused.
+cache, and computes a row of results from it. If the sizes of result and image are in a ratio of small numbers, the
+pattern of pixels and weights repeats in periods, which LLVM turns into vectors and their shuffles. With channels last,
+a vector has the channels of one pixel, and following operators are fused.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _channels_first(builder: Any, image: Any, rows: Along, columns: Along, machi
 
 def kernel(planes: tuple[int, int], rows: Along, columns: Along, machine: Machine) -> Any:
     """The PrimFunc with parameters image [batch, channel, row, column], the tables of rows and of columns, and result.
-    `planes`: the sizes of batch and channel."""
+    `planes`: the extents of batch and channel."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
 

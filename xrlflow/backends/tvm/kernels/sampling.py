@@ -29,7 +29,7 @@ _FURTHEST, _FURTHEST_OF_TVM = 2.0**62, 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The workload: the sizes of the image [batch, channel, row, column], the rows and columns of sampling points, and
+    """The workload: the shape of the image [batch, channel, row, column], the rows and columns of sampling points, and
     the attributes: `nearest` or linear, the padding ("zeros", "border", "reflection") and `align_corners`."""
 
     image: tuple[int, ...]
@@ -213,7 +213,7 @@ class _Sampler:
 
     def _around(self, n: Any, point: Any) -> tuple[Any, Any]:
         """The pixels around a block of sampling points, [upper left, upper right, lower left, lower right; point], and
-        the weights of the left, the right, the upper and the lower ones."""
+        the weights of the left, the right, the upper and the lower pixels."""
         from tvm.script.ir_builder import tirx as T
 
         workload, together = self._workload, self.together

@@ -93,8 +93,9 @@ def _sums(shape: tuple[int, int, int], kind: str, exclusive: bool, reverse: bool
 
 
 def greatest(node: Imported) -> Any:
-    """TopK: values and indices, in descending order (or ascending, for the least ones), also if no order is requested.
-    Of equal elements, the element with the lowest index comes first, and NaN counts as greater than all numbers.
+    """TopK: values and indices, in descending order (for the least elements in ascending order), also if no order is
+    requested. Of equal elements, the element with the lowest index comes first, and NaN counts as greater than all
+    numbers.
 
     Raises BackendError for types of other than 32 bits, and for a number of elements that is not constant.
     """
@@ -127,9 +128,9 @@ def greatest(node: Imported) -> Any:
 class _Top:
     """Writes the PrimFunc of the `k` greatest (or least) elements along the second of three dimensions.
 
-    A key is an integer whose order is that of the elements. An entry is a key followed by the element's index, so that
-    no two are equal. A heap has the best `k` entries so far, with the worst of them first: most elements are only
-    compared with this worst entry.
+    Keys are integers with the same order as the elements. An entry is a key followed by the element's index, so that no
+    two are equal. A heap has the best `k` entries so far, with the worst of them first: most elements are only compared
+    with this worst entry.
     """
 
     def __init__(self, shape: tuple[int, int, int], k: int, kind: str, largest: bool) -> None:

@@ -268,7 +268,8 @@ def packed(
 
 
 def kernel(workload: WinogradConvolution, blocking: WinogradBlocking) -> Any:
-    """The PrimFunc with parameters image, weights (`packed`), the extras of the steps in their order, and result."""
+    """The PrimFunc with parameters image, weights (`packed`), the extra operands of the steps in their order, and
+    result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T

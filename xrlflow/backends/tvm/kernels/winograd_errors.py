@@ -1,4 +1,4 @@
-"""Estimates the rounding error of Winograd's 3x3 convolutions, relative to that of the direct kernel.
+"""Estimates the rounding error of Winograd's 3x3 convolutions, relative to the error of the direct kernel.
 
 Both are computed for some tiles and output channels as the kernels compute them, in single precision, and compared with
 double precision. Weights are the layer's own. Pixels are random numbers of distributions that occur in networks. The
@@ -61,7 +61,7 @@ DISTRIBUTIONS: Mapping[str, Callable[[np.random.Generator, tuple[int, ...]], Dou
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The rounding errors of F(m, 3), divided by those of the direct kernel.
+    """The rounding errors of F(m, 3), divided by the errors of the direct kernel.
 
     `usual`: root mean squares over tiles and output channels, by distribution of pixels. `channel`: the largest error
     of one of the examined output channels. `most`: the largest bound of an output channel, for every image whose pixels

@@ -139,8 +139,8 @@ def hybrid(
     algorithms: Algorithms = DEFAULT,
 ) -> Hybrid:
     """Compile a model, entirely or in regions. If inputs have open dimensions, there are kernels for these `sizes` only
-    (of a sequence: for each of them); for inputs of other sizes the graph itself runs (see `regions.with_guard`).
-    `algorithms`: those that layers may use.
+    (if `sizes` is a sequence: for each of its items); for inputs of other sizes the graph itself runs (see
+    `regions.with_guard`). `algorithms`: those that layers may use.
 
     Raises BackendError if no part can be lowered, if a size is missing, or if the library cannot be built (see
     `kernel_library`).
@@ -182,7 +182,7 @@ def _guarded(
     machine: Machine,
     algorithms: Algorithms,
 ) -> Hybrid:
-    """Compile kernels for each of these sizes of the open inputs."""
+    """Compile kernels for each of the requested sets of sizes of the open inputs (inputs with open dimensions)."""
     parts = []
     outputs = whole_region(model.graph).outputs
     for number, sizes in enumerate(requested):
@@ -207,8 +207,8 @@ def _guarded(
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """The regions of a model of fixed sizes, by name, their kernels, and remarks on the nodes that are left to ONNX
-    Runtime."""
+    """The regions of a model of fixed sizes, by name, their kernels, and remarks on the nodes that ONNX Runtime
+    computes."""
 
     regions: Mapping[str, Region]
     compiled: Mapping[str, CompiledRegion]
@@ -298,7 +298,7 @@ def _computed(carrying: Callable[[str], ModelProto]) -> str:
 
 
 def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelProto:
-    """The model for inputs of these sizes. Everything that depends on sizes alone is folded."""
+    """The model for inputs of these sizes. All values that depend on sizes alone are folded to constants."""
     fixed = load(model, shapes=sizes, fix_shapes=True)
     try:
         return to_proto(fixed, fixed.graph, opset=opset_of(model))
@@ -309,14 +309,14 @@ def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelP
 def open_inputs(model: ModelProto, requested: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
     """The names of inputs with open dimensions.
 
-    Raises BackendError if their sizes are missing, or contradict dimensions that are fixed.
+    Raises BackendError if their sizes are missing, or contradict fixed dimensions.
     """
     opened = []
     for value in model.graph.input:
         name, tensor = value.name, value.type.tensor_type
         if not value.type.HasField("tensor_type"):
             raise BackendError(f"input {name} is no tensor")
-        if not tensor.HasField("shape"):  # a guard compares a fixed number of sizes
+        if not tensor.HasField("shape"):  # the guard of kernels compares a fixed number of sizes
             raise BackendError(f"input {name} may have any number of dimensions: kernels are for one")
         declared = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
         for shape in (sizes[name] for sizes in requested if name in sizes):

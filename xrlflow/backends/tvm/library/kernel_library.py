@@ -229,7 +229,8 @@ def _object_code(functions: Mapping[str, Any], machine: Machine) -> tuple[bytes,
     only copy. The number of files does not depend on this machine, because the library's name depends on it."""
     names = list(functions)
     count = min(_OBJECTS, len(names))
-    # Functions that take long to compile are similar and follow one another, so dealing them out in turn is fair.
+    # Functions that take long to compile are similar and follow one another, so each file gets every `count`-th
+    # function.
     shares = [{name: functions[name] for name in names[number::count]} for number in range(count)]
     # The folder is not created by the threads. When the program has to end, it does not wait for the threads, but it
     # removes the folder with all that they wrote.
@@ -257,7 +258,8 @@ def _object_file(functions: Mapping[str, Any], machine: Machine, path: Path) -> 
 
 
 def _shared_constants(plans: Iterable[ExecutionPlan]) -> tuple[tuple[Array, ...], list[list[int]]]:
-    """The constants of all plans, equal ones once, and for each plan their offsets in bytes."""
+    """The constants of all plans, with equal constants only once, and for each plan the offsets of its constants in
+    bytes."""
     constants: list[Array] = []
     positions: dict[bytes, int] = {}
     end, offsets = 0, list[list[int]]()

@@ -2,8 +2,8 @@
 the caller.
 
 TVM's kernels read and write wherever an index points. So each index first goes through `inside`, which counts negative
-ones from the end and moves those outside to the nearest end: a kernel stays in its memory for all data, even if only
-TVM's runtime is used. The model gets one additional output: the least and the greatest number of each tensor of
+indices from the end and moves indices outside to the nearest end: a kernel stays in its memory for all data, even if
+only TVM's runtime is used. The model gets one additional output: the least and the greatest number of each tensor of
 indices. The program that runs the model compares them with the sizes of the tables (`Check`), and raises an error.
 Constant indices are checked when the model is compiled.
 """
@@ -140,7 +140,7 @@ class Bounds:
 
 
 def inside(x: Any, extents: Sequence[int], wraps: bool) -> Any:
-    """Indices moved to 0 ... extent - 1. Negative ones count from the end (with `wraps`); indices outside become the
+    """Indices moved to 0 ... extent - 1. Negative indices count from the end (with `wraps`); indices outside become the
     nearest end. `extents`: one extent for all indices, or one for each column."""
     from tvm import te, tirx
 

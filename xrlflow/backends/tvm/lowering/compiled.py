@@ -78,7 +78,7 @@ class TvmModel:
         self.interface = interface
         self.threads = threads
         self.chosen = chosen
-        # TVM's virtual machine has one stack of calls: two calls at once would use each other's registers.
+        # TVM's virtual machine has one stack of calls: two simultaneous calls would use each other's registers.
         self._lock = threading.Lock()
 
     @property
@@ -97,7 +97,7 @@ class TvmModel:
     def run(self, feeds: Feeds) -> Sequence[Any]:
         """The outputs, in the order of `output_names`.
 
-        Raises BackendError for inputs of other sizes or types, and for indices outside their tables.
+        Raises BackendError for inputs of other shapes or types, and for indices outside their tables.
         """
         return self._call(self._arguments(feeds))
 
@@ -255,7 +255,7 @@ def _linked_by(triple: str, command: str) -> Any:
 
 
 def is_compiled(model: ModelSource) -> bool:
-    """Whether a model's name is that of a library which `TvmModel.save` wrote."""
+    """Whether a model is, by its name, a library that `TvmModel.save` wrote."""
     return not isinstance(model, bytes) and Path(model).suffix == SUFFIX
 
 
@@ -324,7 +324,7 @@ def _digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Suppress standard error: TVM writes a warning there for every constant that it saves or loads."""
+    """Suppress standard error: TVM writes a warning to it for every constant that it saves or loads."""
     stderr = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -341,7 +341,7 @@ def _description(path: Path) -> Path:
 
 
 def interface_of(module: Any, model: Any, machine: Machine) -> Interface:
-    """The interface of an ONNX ModelProto, with the sizes of its Relax `module`."""
+    """The interface of an ONNX ModelProto, with the shapes in its Relax `module`."""
     constants = {tensor.name for tensor in model.graph.initializer}
     names = [value.name for value in model.graph.input if value.name not in constants]
     values = []
@@ -364,7 +364,7 @@ def check_runs_here(interface: Interface, what: str = "") -> None:
 
 
 def arguments_of(interface: Interface, feeds: Feeds) -> list[Array]:
-    """The inputs in the interface's order. Raises BackendError for missing ones, and for other sizes or types."""
+    """The inputs in the interface's order. Raises BackendError for missing inputs, and for other shapes or types."""
     arrays = []
     for value in interface.inputs:
         if value.name not in feeds:

@@ -222,7 +222,7 @@ def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> 
             )
 
         def _check_for_unsupported_ops(self, graph: Any) -> None:
-            """Do nothing: `import_model` has checked operators, and knows those that are added here."""
+            """Do nothing: `import_model` has checked operators, and accepts operators that this module adds."""
 
         def _construct_nodes(self, graph: Any) -> None:
             super()._construct_nodes(graph)

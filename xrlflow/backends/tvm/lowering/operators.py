@@ -191,8 +191,8 @@ def _transposed_convolution(node: Imported) -> None:
 def _resize(node: Imported) -> None:
     """Resize: rewrite the sizes for TVM's importer, and refuse what TVM would compute differently.
 
-    TVM's importer computes the scale from both sizes, can only resize the last dimensions, and has no filter for
-    shrinking.
+    TVM's importer computes the scale from the sizes of image and result, can only resize the last dimensions, and has
+    no filter for shrinking.
     """
     attributes, shape = node.attributes, sizes(node.inputs[0])
     if attributes.get("antialias", 0):
@@ -271,7 +271,7 @@ def _extreme(node: Imported) -> None:
 
 
 def _roi_align(node: Imported) -> None:
-    """RoiAlign: refuse mode max. TVM takes the maximum of interpolated pixels, ONNX that of weighted ones."""
+    """RoiAlign: refuse mode max. TVM takes the maximum of interpolated pixels, ONNX the maximum of weighted pixels."""
     if node.attributes.get("mode", b"avg") not in (b"avg", "avg"):
         raise node.refused("with mode max")
 

@@ -172,7 +172,7 @@ def unroll(sch: Any, reductions: Sequence[Any]) -> None:
 
 
 def vectorize_tile(sch: Any, final: Any, tile: Tile, outside: int) -> None:
-    """Write a tile to memory: unroll the loops inside the `outside` outermost ones, and vectorise the last loop."""
+    """Write a tile to memory: unroll the loops inside the `outside` outermost loops, and vectorise the last loop."""
     inside = sch.get_loops(final)[outside:]
     vectors, lane = sch.split(inside[-1], [None, tile.lanes])
     sch.vectorize(lane)

@@ -37,7 +37,7 @@ def schedule(mod: Any, machine: Machine) -> Any:
 
 
 def apply(mod: Any, machine: Machine, choice: TileBlocking | None = None) -> Any:
-    """The schedule of "main". A contraction gets the tile `choice` (default: that of the heuristic).
+    """The schedule of "main". A contraction gets the tile `choice` (default: the heuristic's tile).
 
     The caller must hold a reference to `mod`: TVM's schedule changes objects in place if nothing else refers to them,
     and does not see that another module has the same body.

@@ -3,8 +3,8 @@
 LLVM compiles `exp`, `tanh` and `erf` of a vector to one call of the C library for each lane: 400,000 sigmoids in an
 activation of EfficientNet take milliseconds. This module has the usual polynomial and rational approximations in single
 precision: exp is exact within 1 unit in the last place, sigmoid within 2, tanh and erf within 5 (see the tests);
-infinities and NaN are as in IEEE 754. (Powers: see `powers`.) The coefficients are those of Cephes (Moshier) for exp,
-and Eigen's for tanh and erf.
+infinities and NaN are as in IEEE 754. (Powers: see `powers`.) The coefficients come from Cephes (Moshier) for exp, and
+from Eigen for tanh and erf.
 
 Half precision is computed in single precision. Double precision, and other functions, are left to the C library.
 """

@@ -10,8 +10,8 @@ from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A node while it is imported with TVM's builder. `title`: its name in messages. `results`: how many results it
-    has."""
+    """A node while it is imported with TVM's builder. `title`: the node's name in messages. `results`: the number of
+    its results."""
 
     builder: Any
     title: str

@@ -52,7 +52,8 @@ class Machine:
     in_halves: bool = False
 
     def keeps(self, rows: int, vectors: int) -> bool:
-        """Whether LLVM keeps a tile of `rows` x `vectors` sums in registers, next to a row of vectors and a number.
+        """Whether LLVM keeps a tile of `rows` x `vectors` sums in registers, together with a row of vectors and a
+        broadcast number.
 
         With AVX2's 16 vector registers, LLVM spills some sums if fewer than four registers remain free. More than 8
         rows have more addresses than the general registers hold (measured: such kernels take two to four times as
@@ -69,7 +70,8 @@ class Machine:
 
 @functools.cache
 def detect(cpu: str | None = None, cores: int | None = None, triple: str | None = None) -> Machine:
-    """This machine, or another processor by LLVM's name (`cpu`), with `cores` cores (default: the physical ones).
+    """This machine, or another processor by LLVM's name (`cpu`), with `cores` cores (default: the number of physical
+    cores).
 
     `triple`: LLVM's name of another system (`aarch64-linux-gnu`), for which `cpu` must be given. For this machine's
     processor, the size of the second-level cache is read from the system; for other processors a usual size is assumed.
@@ -111,7 +113,7 @@ def lacking(triple: str, cpu: str, there: System | None = None) -> tuple[str, ..
 
 def instructions(triple: str, cpu: str) -> tuple[str, ...]:
     """The instructions, by LLVM's names, that code for a processor may contain, and that another processor of the same
-    architecture may lack. Those of AMX and SME are left out, since LLVM generates none of them by itself."""
+    architecture may lack. Instructions of AMX and SME are left out, since LLVM generates none of them by itself."""
     names = (f for f in _features(triple, cpu) if f.startswith(_INSTRUCTIONS))
     return tuple(sorted(f for f in names if not f.startswith(("amx", "sme"))))
 
