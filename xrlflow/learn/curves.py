@@ -21,21 +21,21 @@ class Scalars:
     """The values of one scalar of one run, by step."""
 
     steps: tuple[int, ...]
-    seconds: tuple[float, ...]  # since the run began
+    seconds: tuple[float, ...]  # seconds since the run began
     values: tuple[float, ...]
 
 
 def runs_in(folder: str | os.PathLike[str]) -> list[Path]:
-    """The folders with event files in a folder, itself among them, in the order of their names."""
+    """The folders with event files: `folder` itself and those in it, in the order of their names."""
     return sorted({file.parent for file in Path(folder).rglob(EVENTS) if file.is_file()})
 
 
 def read_scalars(folder: str | os.PathLike[str], name: str) -> list[Scalars]:
     """The scalar `name` of each run in a folder.
 
-    Raises CurveError if there are no runs, or one has no such scalar, or no finite value of it.
+    Raises CurveError if there are no runs, or if a run has no such scalar, or no finite value of it.
 
-    If a run was resumed, events that it wrote after the checkpoint are left out.
+    If a run was resumed from a checkpoint, events that the earlier run wrote after this checkpoint are left out.
     """
     from tensorboard.backend.event_processing import event_accumulator
 

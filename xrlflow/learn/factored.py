@@ -12,8 +12,8 @@ from torch import Tensor
 class FactoredCategorical:
     """B distributions over actions of K factors with A choices each: log-probabilities [B, K, A].
 
-    `used` [B, K] says which factors count. The others always take choice `idle` and add nothing to probabilities or
-    entropies.
+    `used` [B, K] says which factors count. An unused factor always takes choice `idle`, and adds nothing to
+    probabilities or entropies.
     """
 
     log_probs: Tensor

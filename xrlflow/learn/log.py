@@ -25,7 +25,8 @@ class TensorBoard:
     """Writes event files to a folder. `tensorboard --logdir FOLDER` shows them."""
 
     def __init__(self, folder: str | os.PathLike[str], since: int | None = None) -> None:
-        """`since`: the first step of a resumed run. TensorBoard hides what an earlier run wrote from this step on."""
+        """`since`: the first step of a resumed run. TensorBoard hides the events that an earlier run wrote from this
+        step on."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: SummaryWriter = SummaryWriter(os.fspath(folder), purge_step=since)
@@ -45,7 +46,8 @@ class Terminal:
     def __init__(
         self, total: int, formats: Mapping[str, str], done: int = 0, title: str = "training"
     ) -> None:
-        """`total`: all steps; `done`: of a resumed run; `formats`: of scalars, by name, such as "return {:.2f}"."""
+        """`total`: the number of all steps; `done`: the steps before a resumed run; `formats`: format strings of
+        scalars by name, such as "return {:.2f}"."""
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

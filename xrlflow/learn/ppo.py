@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on: a figure is not finite, or there are no steps to learn from."""
+    """Training cannot continue: a figure is not finite, or there are no steps to learn from."""
 
 
 class Distribution(Protocol):
@@ -92,7 +92,7 @@ class PPOConfig:
     epochs: int = 4
     minibatch: int = 64
     clip: float = 0.2
-    # A value's loss stops shrinking once the value differs by this from the old one; None: no such limit.
+    # Once a value differs by this from the value before the update, its loss no longer falls; None: no such limit.
     value_clip: float | None = None
     value_weight: float = 0.25
     entropy_weight: float = 0.01
@@ -136,14 +136,14 @@ class Episode(Generic[Obs]):
     observations: list[Obs] = field(default_factory=list)
     # Integers, or lists of K of them.
     actions: list[Any] = field(default_factory=list)
-    # Of the policy that acted.
+    # Log-probabilities of the actions under the policy that acted.
     log_probs: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     # The value of the state after the last step: 0 at a termination, the critic's estimate at a truncation.
     bootstrap: float = 0.0
     truncated: bool = False
-    # The environment's information of the last step.
+    # The information that the environment gave with the last step.
     info: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -163,8 +163,8 @@ def collect(
 ) -> list[Episode[Obs]]:
     """Play whole episodes with at least `steps` steps in total. The policy evaluates all environments in one batch.
 
-    New episodes begin until enough steps were taken; then all are finished. So the next call depends only on its
-    generator. A truncated episode bootstraps from the value of its last observation.
+    New episodes begin until `steps` steps were taken; then the running episodes are played to their ends. So the next call
+    depends only on its generator. A truncated episode bootstraps from the value of its last observation.
     """
     episodes: list[Episode[Obs]] = []
     running: dict[int, tuple[Episode[Obs], Obs]] = {}
@@ -172,7 +172,7 @@ def collect(
     played = 0
     with torch.no_grad():
         while True:
-            # Steps of unfinished episodes count, too. A new episode would add to them.
+            # Steps of unfinished episodes count, too.
             while idle and played < steps:
                 index = idle.pop(0)
                 seed = int(torch.randint(2**31 - 1, (), generator=generator))
@@ -226,7 +226,7 @@ def gae(rewards: Floats, values: Floats, bootstrap: float, gamma: float, gae_lam
 class Rollout(Generic[Obs]):
     """T steps to learn from: observations, and tensors [T]. Factored actions are [T, K].
 
-    The observations may be left out if `Differentiate` computes the gradients elsewhere.
+    The observations may be left out if `Differentiate` computes the gradients in another process.
     """
 
     observations: list[Obs]
@@ -294,12 +294,12 @@ class Stats:
     # The part of the returns' variance that the acting critic predicted.
     explained_variance: float
     learning_rate: float
-    # The number of minibatches that changed the parameters. It is less than all if the KL divergence ended the update.
+    # The number of minibatches that changed the parameters: not all of them if the KL divergence ended the update.
     minibatches: int
 
 
 # differentiate(steps, advantages): put the gradient of the mean loss on these steps into the parameters' `grad`, and
-# return the figures of `losses` as numbers. The work can so be done where the observations of the steps are.
+# return the figures of `losses` as numbers. So the work can be done in the process that has the observations.
 Differentiate = Callable[[Tensor, Tensor], dict[str, float]]
 
 
@@ -364,7 +364,7 @@ def update(
 
 
 def losses(policy: ActorCritic[Obs], steps: Rollout[Obs], config: PPOConfig) -> dict[str, Tensor]:
-    """The loss, its terms, and measures of the policy's change, by the names in `Stats`. Means over the steps."""
+    """Means over the steps of the loss, its terms, and measures of the policy's change, by their names in `Stats`."""
     distribution, values = policy.evaluate(steps.observations)
     log_ratio = distribution.log_prob(steps.actions) - steps.log_probs
     ratio = log_ratio.exp()

@@ -35,7 +35,8 @@ class SegmentCategorical:
         if sizes.numel() and int(sizes.min()) < 1:
             raise ValueError("a segment has no action")
         segment = torch.repeat_interleave(sizes, output_size=logits.numel())
-        # The maximum only avoids overflow. The softmax does not depend on it, so it needs no gradient.
+        # Subtracting the maximum only avoids overflow. The softmax does not depend on the maximum, so it needs no
+        # gradient.
         top = _largest(logits.detach(), segment, sizes.numel())
         shifted = logits - top[segment]
         total = logits.new_zeros(sizes.numel()).index_add(0, segment, shifted.exp())
@@ -81,7 +82,7 @@ class SegmentCategorical:
             above = cumulative[ends - 1]
             below = torch.cat([above.new_zeros(1), above[:-1]])
             uniform = torch.rand(above.numel(), generator=generator, dtype=torch.double).to(above.device)
-            # The first action whose cumulated probability exceeds the draw. It never has probability 0.
+            # The first action whose cumulated probability exceeds the draw. This action never has probability 0.
             index = torch.searchsorted(cumulative, below + uniform * (above - below), right=True)
             return torch.minimum(index, ends - 1).clamp(min=self.starts) - self.starts
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, without it."""
+    """The tensors whose names begin with `prefix`, by the rest of their names."""
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
@@ -56,7 +56,8 @@ def _moments(name: str, parameter: Tensor, own: Mapping[str, Tensor]) -> dict[st
 
 
 def number(config: Mapping[str, Any], name: str, minimum: float = 0.0) -> float:
-    """A finite number of a configuration that is JSON. Raises ValueError if it is something else, or too small."""
+    """A finite number from a JSON configuration. Raises ValueError if the entry is no such number, or less than
+    `minimum`."""
     value = config[name]
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     try:

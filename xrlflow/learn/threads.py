@@ -12,7 +12,8 @@ from xrlflow.backends.limits import default_threads
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread. More do not speed up small networks, and idle threads spin and disturb measurements."""
+    """Run torch on one thread. More threads do not speed up small networks, and idle threads spin and disturb
+    measurements."""
     with at_most(1):
         yield
 
@@ -26,7 +27,7 @@ def permitted_threads() -> Iterator[None]:
 
 @contextmanager
 def at_most(count: int) -> Iterator[None]:
-    """Run torch on no more threads than this."""
+    """Run torch on at most `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(before, count))
     try:

@@ -27,7 +27,7 @@ FORMATS = (".svg", ".png", ".pdf")
 _COLOURS = ("#2463a8", "#c8553d", "#2a9d5c", "#8e5ea2", "#b8860b", "#3aa6b9", "#7a5c46", "#d6498f")
 _INK, _GREY, _LIGHT = "#1f2933", "#9aa3ad", "#e4e8ed"
 _STYLE = {
-    "text.parse_math": False,  # a dollar sign is one
+    "text.parse_math": False,  # a dollar sign is printed as it is
     "svg.hashsalt": "xrlflow",  # ids of clip paths are random otherwise
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -53,7 +53,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Learning curves of several runs (seeds): for each run its x and y, None where y is not finite."""
+    """The learning curves of several runs (seeds): the x and y of each run; y is None where it is not finite."""
 
     label: str
     runs: Sequence[tuple[Sequence[float], Sequence[float | None]]]
@@ -69,9 +69,9 @@ class Curve:
         return Curve(data["label"], [(run["x"], run["y"]) for run in data["runs"]])
 
     def band(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """All x, and for each the median, the least and the greatest y of the runs that have reached it.
+        """All values of x, and for each the median, the least and the greatest y over the runs that have reached it.
 
-        Runs are interpolated linearly. Points that are not finite are left out.
+        The y of a run is interpolated linearly between its points. Points that are not finite are left out.
         """
         runs = [_finite(*run) for run in self.runs]
         runs = [(x, y) for x, y in runs if len(x)]
@@ -89,8 +89,8 @@ class MethodResult:
 
     method: str
     subject: str
-    costs: Sequence[float]  # as parts of the original's
-    seconds: Sequence[float] = ()  # none: the method is drawn as a line
+    costs: Sequence[float]  # as parts of the original's cost
+    seconds: Sequence[float] = ()  # empty: the times are unknown, and the method is drawn as a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,8 @@ class Texts:
 
 
 def learning_curves(curves: Sequence[Curve], texts: Texts) -> Figure:
-    """The median of each curve's runs as a line, in a band from the least to the greatest."""
+    """A plot with a line for each curve, the median of its runs, and a shaded area from the least to the greatest
+    run."""
     with _drawing():
         figure, axes = _figure(texts)
         for curve, colour in zip(curves, _colours(len(curves))):
@@ -117,8 +118,8 @@ def learning_curves(curves: Sequence[Curve], texts: Texts) -> Figure:
 
 
 def cost_against_time(results: Sequence[MethodResult], texts: Texts) -> Figure:
-    """For each method a mark at the geometric mean over subjects of the median cost and of the median seconds, with
-    bars from the least to the greatest of the seeds' means; small marks are the subjects."""
+    """A plot with a large mark for each method, at the geometric means over subjects of the median cost and of the
+    median seconds. Its bars go from the least to the greatest mean of a seed; small marks are single subjects."""
     with _drawing():
         figure, axes = _figure(texts)
         axes.set_xscale("log")
@@ -147,7 +148,7 @@ def cost_against_time(results: Sequence[MethodResult], texts: Texts) -> Figure:
 
 
 def check_format(path: str | os.PathLike[str]) -> str:
-    """The suffix of a plot's file. Raises ValueError for one that is no format of plots."""
+    """The suffix of a plot's file. Raises ValueError if plots cannot be written in this format."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in FORMATS:
         raise ValueError(f"{os.fspath(path)}: plots are written as {', '.join(FORMATS)}")
@@ -181,7 +182,7 @@ def _figure(texts: Texts) -> tuple[Figure, Axes]:
 
 
 def _finish(axes: Axes) -> None:
-    """Add a legend below, where it hides nothing."""
+    """Add a legend below the axes, where it hides no curve."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         axes.legend(
@@ -195,7 +196,7 @@ def _colours(count: int) -> list[str]:
 
 
 def _or_none(value: float | None) -> float | None:
-    """JSON has only finite numbers."""
+    """The number, or None if it is not finite: JSON has only finite numbers."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -223,7 +224,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _seeds(by_subject: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The least and the greatest over seeds of the geometric mean over subjects."""
+    """For each seed the geometric mean over subjects; returns the least and the greatest of these."""
     count = min(map(len, by_subject))
     means = [_mean([values[seed] for values in by_subject]) for seed in range(count)]
     return min(means), max(means)

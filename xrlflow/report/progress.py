@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-# listener(phase, done, total, note): the current phase and how far it is.
+# listener(phase, done, total, note): the current phase, how many of its `total` steps are done, and a note.
 Listener = Callable[[str, int, int, str], None]
 
 
 def time_left(limit: float, elapsed: float) -> str:
-    """The remaining seconds of a limit, as text; most work ends earlier."""
+    """The remaining seconds of a limit, as text for people."""
     remaining = limit - elapsed
     return (
         f"at most {remaining:.0f} s left"
@@ -41,7 +41,8 @@ def progress(
     running: list[str] = []
 
     class RemainingTime(ProgressColumn):
-        """Next to the running phase the remaining time of all, next to others the time that they took."""
+        """A column that shows the remaining time of the whole optimisation next to the running phase, and next to other
+        phases the time that they took."""
 
         def render(self, task: Task) -> Text:
             if limit is not None and running and task.description == running[-1]:

@@ -29,7 +29,7 @@ def no_search(seconds: float, limit: float, phases: Mapping[str, float]) -> str:
 def nothing_chosen(selection: Selection | None, late: str = "") -> str:
     """Why no proposal is compared with the original.
 
-    `selection`: None if nothing was to be measured. `late`: why there was no time to search, if so.
+    `selection`: None if there was no graph to measure. `late`: why there was no time to search, if there was none.
     """
     if selection is None:
         return "no cheaper graph was found"
@@ -45,7 +45,7 @@ def nothing_chosen(selection: Selection | None, late: str = "") -> str:
 
 
 def compared_with(compared: RepeatedComparison) -> str:
-    """The outcome of the last comparison, and what follows from it."""
+    """The outcome of the last comparison, in words."""
     decided = compared.decided
     match compared.verdict:
         case None:
@@ -64,5 +64,5 @@ def compared_with(compared: RepeatedComparison) -> str:
 
 
 def not_verified_in_time(compared: RepeatedComparison) -> str:
-    """The result is faster, but there was no time to verify it."""
+    """The reason for a result that is faster, but for which there was no time to verify it."""
     return f"clearly faster ({compared.decided}), but there was no time to verify it ({_MORE})"

@@ -1,4 +1,4 @@
-"""The report of an optimisation: what it did and gained, for people and as JSON."""
+"""The report of an optimisation: what was changed and how much faster the result is, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from xrlflow.search import Ratio, Trial
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One optimisation. Costs are modelled seconds, latencies are measured; None: not measured or not verified."""
+    """One optimisation. Costs are modelled seconds, latencies are measured seconds; None: not measured or not
+    verified."""
 
     model: str
     search: str
@@ -38,14 +39,14 @@ class Report:
     verified: bool | None
     max_error: float | None
     seconds: float
-    phases: Mapping[str, float]  # seconds
+    phases: Mapping[str, float]  # seconds of each phase
     returned_original: bool
     reason: str
     notes: tuple[str, ...] = field(default=())
     decided: SpeedUp | None = None  # the measurement that decided whether the result is accepted
-    processes: int = 0  # that measured `speedup`
+    processes: int = 0  # number of processes that measured `speedup`
     trials: tuple[Trial, ...] = field(default=())
-    kernel_nodes: int = 0  # nodes that run in generated kernels
+    kernel_nodes: int = 0  # number of nodes that run in generated kernels
     algorithms: tuple[AlgorithmChoice, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:

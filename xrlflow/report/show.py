@@ -51,13 +51,13 @@ def ratio(value: SpeedUp | None) -> str:
 def _grid(*headers: str, title: str | None = None) -> _Table:
     table = _Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=any(headers))
     for index, header in enumerate(headers):
-        # A name that is cut off cannot be used.
+        # Names are not cut off, because a user could not copy them.
         table.add_column(header, justify="left" if index == 0 else "right", no_wrap=index == 0)
     return table
 
 
 def optimization(report: Report, output: str) -> None:
-    """A report: what was changed, what it gained, and with which confidence interval."""
+    """Print a report: what was changed, and the speed-up with its confidence interval."""
     operators = _grid("operator", "before", "after", title="Operators that changed")
     names = sorted(report.operators_before.keys() | report.operators_after.keys())
     for name in names:
@@ -103,13 +103,13 @@ def optimization(report: Report, output: str) -> None:
 
 
 def page(path: Path | None) -> None:
-    """Where the report page is, if one was asked for."""
+    """A line that says where the report page is, if one was requested."""
     if path is not None:
         _console.print(f"{path}: the report page, open it in a browser")
 
 
 def _algorithms(choices: Sequence[AlgorithmChoice]) -> Table:
-    """Layers with an algorithm that is not plain, by kind."""
+    """The layers whose algorithm is not the plain one, by kind of layer."""
     table = _grid(
         "layer", "times", "algorithm", "error", "share of all errors", title="\nAlgorithms of convolutions"
     )
@@ -122,7 +122,7 @@ def _algorithms(choices: Sequence[AlgorithmChoice]) -> Table:
 
 
 def _phase_times(report: Report) -> str:
-    """The time of each phase."""
+    """The seconds of each phase, as text."""
     parts = [(name, report.phases[key]) for key, name in PHASES.items() if key in report.phases]
     other = report.seconds - sum(seconds for _, seconds in parts)
     return ", ".join(f"{name} {seconds:.1f}" for name, seconds in [*parts, ("other", max(other, 0.0))])
@@ -142,7 +142,7 @@ def proven(certificate: Certificate, done: int, total: int) -> None:
 
 
 def certificates(proofs: Sequence[Certificate]) -> None:
-    """The certificate of each rule, and why rules are not proven."""
+    """Print the certificate of each rule, and why rules are not proven."""
     table = _grid(
         "rule", "proof", "cases", "trials", "bound", "runtime", "bits", "mutants", "rejected", "s", title=""
     )
@@ -172,7 +172,7 @@ def certificates(proofs: Sequence[Certificate]) -> None:
 
 
 def comparison(reports: Sequence[Report]) -> None:
-    """One row for each strategy."""
+    """Print a table with a row for each strategy."""
     table = _grid("search", "substitutions", "modelled cost", "speed-up", "verified", "graphs", "seconds")
     for r in reports:
         table.add_row(
@@ -188,7 +188,7 @@ def comparison(reports: Sequence[Report]) -> None:
 
 
 def batch(data: Mapping[str, Any], page: Path) -> None:
-    """One row for each model of a batch (`Batch.to_json`), why models failed, and where the page is."""
+    """Print a row for each model of a batch (`Batch.to_json`), why models failed, and where the page is."""
     table = _grid("model", "operators", "latency", "speed-up", "verified", "seconds")
     for row in data["rows"]:
         report, seconds = row["report"], "earlier" if row["earlier"] else f"{row['seconds']:.1f}"
@@ -224,7 +224,7 @@ def batch(data: Mapping[str, Any], page: Path) -> None:
 
 
 def _gained(report: Mapping[str, Any]) -> str:
-    """What a result gained, from `Report.to_json`."""
+    """The speed-up of a result, as text, from `Report.to_json`."""
     if report["returned_original"]:
         return "the original"
     key = next((name for name in ("speedup", "decided") if report.get(name) is not None), None)
@@ -237,7 +237,7 @@ def _gained(report: Mapping[str, Any]) -> str:
 
 
 def rules(listed: Sequence[Mapping[str, Any]]) -> None:
-    """The library, or the statistics of its rules on a model."""
+    """Print the rules of the library, or their statistics on a model."""
     if listed and "matched" in listed[0]:
         table = _grid("rule", "admitted", "refused", "ms", "commonest refusal")
         for row in listed:
@@ -256,7 +256,7 @@ def rules(listed: Sequence[Mapping[str, Any]]) -> None:
 
 
 def bench(measured: Mapping[str, Any]) -> None:
-    """A measurement, as names and values, and what it says."""
+    """Print a measurement as names and values, and what it shows."""
     table = _grid("", "")
     for key, value in measured.items():
         if key != "shapes":
@@ -274,7 +274,7 @@ def bench(measured: Mapping[str, Any]) -> None:
 
 
 def outputs(values: Mapping[str, Any]) -> None:
-    """The outputs of a run: name, type, shape, and the minimum, maximum and mean of numeric ones."""
+    """Print the outputs of a run: name, type, shape, and the minimum, maximum and mean of numeric outputs."""
     table = _grid("output", "type", "shape", "least", "greatest", "mean")
     for name, value in values.items():
         array = np.asarray(value) if isinstance(value, np.ndarray | np.generic) else None
@@ -291,7 +291,7 @@ def outputs(values: Mapping[str, Any]) -> None:
 
 
 def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp | None, output: str) -> None:
-    """The tuned kernels, the latencies of the compiled models, and which model was written."""
+    """Print the tuned kernels, the latencies of the compiled models, and which model was written."""
     table = _grid("kernel", "calls", "us", "GFLOP/s", "trials", title="Kernels, as tuned")
     for row in report["kernels"]:
         best = row["best_us"]
@@ -323,8 +323,8 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp |
 
 
 def _layers(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The algorithms of convolutions and of blocks of them: plain kernels, the heuristic's choice, and the tuned
-    choice, with their times in microseconds."""
+    """A table of convolutions and blocks of convolutions: the plain kernel, the heuristic's choice and the tuned choice
+    for each, with their times in microseconds."""
     table = _grid(
         "layer", "calls", "plain us", "heuristic", "us", "chosen", "us", title="\nAlgorithms of convolutions"
     )
@@ -339,7 +339,7 @@ def _layers(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def verification(result: Verification) -> None:
-    """One row for each output, and the verdict."""
+    """Print a row for each output, and the verdict."""
     table = _grid(*HEADERS)
     for output in result.outputs:
         table.add_row(*output.row)

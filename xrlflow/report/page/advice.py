@@ -1,4 +1,4 @@
-"""Suggestions what to try next, from a report and its measurements."""
+"""Suggests what the user may try next, from a report and its measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xrlflow.backends.onnxruntime.profile import OperatorProfile
 from xrlflow.report.report import Report
 from xrlflow.verify import Verification
 
-# Operators that rewriting seldom makes faster: better kernels do.
+# Operators that rewriting seldom makes faster; only better kernels do.
 _HEAVY = frozenset(
     {"MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Conv", "FusedConv", "LSTM", "GRU", "MatMulNBits"}
 )
@@ -22,9 +22,9 @@ def advice(
     bindings: Mapping[str, int],
     open_dimensions: bool,
 ) -> tuple[str, ...]:
-    """Suggestions, the most useful first. `open_dimensions`: an input has a dimension that is no number.
+    """Suggestions, the most useful first. `open_dimensions`: an input has a dynamic dimension.
 
-    `bindings`: the numbers for its symbols.
+    `bindings`: the numbers that the user gave for dynamic dimensions.
     """
     return tuple(
         dict.fromkeys((

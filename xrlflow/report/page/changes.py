@@ -1,4 +1,4 @@
-"""Where substitutions changed a graph: their nodes before and after, and which of them touch each other."""
+"""Finds where substitutions changed a graph: their nodes before and after, and which substitutions touch each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from xrlflow.ir import Edit, Graph, Node, Value
 from xrlflow.report.page.drawing import Drawing, NodeKey
 
-# Between two nodes that are the same, this many pairs of nodes are tried at most.
+# Between two pairs of equal nodes, at most this many pairs of other nodes are compared.
 _MOST_PAIRS = 100_000
 
 
@@ -22,10 +22,10 @@ class Substitution:
     """One substitution. Boxes are given by their indices in the old or the new drawing."""
 
     rule: str
-    gain: float | None  # the modelled seconds that it saves; None if it has no price
+    gain: float | None  # the modelled seconds that it saves; None if they are not known
     before: tuple[int, ...]  # boxes that it removed
     after: tuple[int, ...]  # boxes that it added
-    near: tuple[int, ...]  # boxes that read the results, if no box that it added is in the new drawing
+    near: tuple[int, ...]  # boxes that read its results, if the new drawing has no box that it added
     region: int  # substitutions that touch each other have the same number
 
     def to_json(self) -> list[Any]:
@@ -47,11 +47,11 @@ def _ranges(indices: Sequence[int]) -> list[list[int]]:
 class Changes:
     """Follows nodes through edits. Lists have an entry for each substitution."""
 
-    rules: list[tuple[str, float | None]] = field(default_factory=list)  # and their gains
-    # For each node that an edit added: the nodes of the first graph that it replaces, and the steps that led to it.
+    rules: list[tuple[str, float | None]] = field(default_factory=list)  # names and gains
+    # For each node that an edit added: the nodes of the first graph that it replaces, and the substitutions behind it.
     origins: dict[NodeKey, frozenset[NodeKey]] = field(default_factory=dict)
     steps: dict[NodeKey, frozenset[int]] = field(default_factory=dict)
-    sources: list[frozenset[NodeKey]] = field(default_factory=list)  # nodes of the first graph
+    sources: list[frozenset[NodeKey]] = field(default_factory=list)  # replaced nodes of the first graph
     readers: list[frozenset[NodeKey]] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)  # a union-find structure of regions
 
@@ -115,8 +115,8 @@ def _indices(keys: Iterable[NodeKey], indices: Mapping[NodeKey, int]) -> tuple[i
 def differences(old: Graph, new: Graph, before: Drawing, after: Drawing) -> tuple[Substitution, ...]:
     """The regions in which two graphs differ, if the substitutions between them are not known.
 
-    Nodes are the same if they apply the same operator to the same inputs, if the same nodes read them at the same
-    inputs, or if they are alike and lie between nodes that are the same.
+    Two nodes count as the same if they apply the same operator to the same inputs, if the same nodes read them at the
+    same inputs, or if they are alike and lie between nodes that are the same.
     """
     pairs = _pairs(old, new)
     _align(pairs, _Ordered(old, before), _Ordered(new, after))
@@ -183,7 +183,7 @@ def _pairs(old: Graph, new: Graph) -> dict[Value, Value]:
 
 
 class _Ordered:
-    """The nodes of a graph in order, and two keys of each: its name in the file, and its operator with types."""
+    """The nodes of a graph in order, and two keys of each node: its name in the file, and its operator with types."""
 
     def __init__(self, graph: Graph, drawing: Drawing) -> None:
         names = {key[1]: drawing.boxes[i].name for key, i in drawing.indices.items() if not key[0]}
@@ -196,9 +196,9 @@ class _Ordered:
 
 
 def _align(pairs: dict[Value, Value], old: _Ordered, new: _Ordered) -> None:
-    """Add pairs of nodes that are alike and in the same order, between those that are paired already.
+    """Add pairs of nodes that are alike and in the same order, between nodes that are paired already.
 
-    Nodes whose name or kind is unique in both graphs come first, then nodes between these.
+    Nodes whose name or kind is unique in both graphs are paired first, then nodes between these.
     """
     first = {node.id: i for i, node in enumerate(old.nodes)}
     second = {node.id: i for i, node in enumerate(new.nodes)}
@@ -239,8 +239,9 @@ def _alike(first: Node, second: Node) -> bool:
 
 
 def _rising(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The longest increasing subsequence: of pairs sorted by their first numbers, by their second numbers."""
-    ends: list[int] = []  # the smallest last number of a subsequence of each length
+    """The longest subsequence in which both numbers of the pairs increase. `pairs` are sorted by their first
+    numbers."""
+    ends: list[int] = []  # for each length, the smallest last number of a subsequence
     last: list[tuple[int, int]] = []
     before: dict[tuple[int, int], tuple[int, int] | None] = {}
     for pair in pairs:
@@ -264,7 +265,7 @@ Member = tuple[int, Value]
 
 
 class _Regions:
-    """Sets of nodes that are joined, each node with its side."""
+    """A union-find structure of nodes of both graphs: sets of nodes that belong to one region."""
 
     def __init__(self) -> None:
         self._parent: dict[Member, Member] = {}

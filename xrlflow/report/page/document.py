@@ -20,14 +20,14 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One measured comparison: how many times faster a model is, with its 95% interval."""
+    """One measured comparison: how many times faster a model is, with the 95% interval."""
 
     group: str  # "result", "decision", "control" or "trial"
     name: str
     median: float
     low: float | None  # None: too few measurements for an interval
     high: float | None
-    kept: bool | None = None  # whether a trial's proposal was accepted; None: no trial
+    kept: bool | None = None  # whether a trial's proposal was accepted; None: the measurement is no trial
 
     @staticmethod
     def of(group: str, name: str, ratio: SpeedUp | Ratio, kept: bool | None = None) -> Measurement:
@@ -61,10 +61,10 @@ class Curve:
     """The course of a search, in modelled seconds."""
 
     path: tuple[float, ...]  # the cost at the start and after each substitution that led to the best graph
-    rules: tuple[str, ...]  # of these substitutions
+    rules: tuple[str, ...]  # the rules of these substitutions
     progress: tuple[
         tuple[int, float], ...
-    ]  # (graphs expanded, cost of the best so far) whenever that changed
+    ]  # (number of expanded graphs, least cost so far), whenever the least cost changed
     kept: bool  # the path is that of the result; otherwise that of the best proposal, which was rejected
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One result, compared with the original. None, or nothing, where something was not done or not measured."""
+    """One result, compared with the original. A field is None or empty if its phase was not run."""
 
     name: str
     after: Drawing | None
@@ -84,13 +84,13 @@ class Run:
     rules: tuple[RuleText, ...] = ()
     report: Report | None = None
     measured: tuple[Measurement, ...] = ()
-    ratios: tuple[float, ...] = ()  # how many times faster the new model ran, by measuring process
-    controls: tuple[float, ...] = ()  # the same of the original against itself
+    ratios: tuple[float, ...] = ()  # how many times faster the new model ran, in each measuring process
+    controls: tuple[float, ...] = ()  # the same ratios of the original against itself
     verification: Verification | None = None
     curve: Curve | None = None
     operators_before: OperatorProfile | None = None
     operators_after: OperatorProfile | None = None
-    lines: tuple[str, ...] = ()  # such as why there are no times by operator
+    lines: tuple[str, ...] = ()  # notes, such as why there are no times by operator
     advice: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A model and its results: one of `optimize`, several of `compare`, one or none of `view`."""
+    """A model and its results: `optimize` has one result, `compare` several, `view` one or none."""
 
     kind: str  # the command
     title: str
@@ -148,6 +148,6 @@ def measurements(report: Report, compared: RepeatedComparison | None) -> tuple[M
     trials = (
         Measurement.of("trial", f"{t.proposal}, against {t.against}", t.ratio, t.accepted)
         for t in report.trials
-        if t.ratio.median > 0.0  # 0: it could not be run
+        if t.ratio.median > 0.0  # 0: the model could not be run
     )
     return (*decisions, *trials)

@@ -31,9 +31,9 @@ class Box:
 
     op: str
     name: str
-    type: str  # of the first output
+    type: str  # type of the first output
     attributes: str = ""
-    reads: str = ""  # types of weights
+    reads: str = ""  # types of the weights that the node reads
     key: NodeKey | None = None  # None for inputs and outputs
 
     def to_json(self) -> list[str]:
@@ -46,7 +46,7 @@ class Part:
 
     start: int
     end: int
-    parent: int  # the part around it, or -1
+    parent: int  # index of the part around it, or -1
     times: (
         int  # 0: a section or a body; 1: one of several equal layers; more: the number of equal layers in it
     )
@@ -85,7 +85,7 @@ def draw(
     labels: Mapping[Value, Label] | None = None,
     names: Sequence[Sequence[str]] = ((), ()),
 ) -> Drawing:
-    """Draw a graph. `labels`: of its nodes; `names`: of its inputs and outputs, as the file has them."""
+    """Draw a graph. `labels`: labels of its nodes; `names`: names of its inputs and outputs in the file."""
     drawer = _Drawer(labels or {})
     intervals, _ = drawer.graph(graph, "", {}, names)
     return Drawing(
@@ -111,7 +111,7 @@ class _Drawer:
     labels: Mapping[Value, Label]
     boxes: list[Box] = field(default_factory=list)
     edges: list[tuple[int, int]] = field(default_factory=list)
-    # The intervals that are bodies of a node, or a node with its bodies, by their ends.
+    # Titles of intervals (start, end) that are a body of a node, or a node with its bodies.
     bodies: dict[tuple[int, int], str] = field(default_factory=dict)
     # How many equal layers each part is.
     repeats: dict[int, int] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class _Drawer:
         return tuple(_box_intervals(fold(kinds), spans, 0, len(spans))), outputs
 
     def _bodies(self, node: Node, scope: str, box_of: Mapping[Value, int]) -> tuple[Interval, ...]:
-        """Add the boxes of a node's bodies; an interval for each."""
+        """Add the boxes of a node's bodies. Returns an interval for each body."""
         intervals: list[Interval] = []
         outer = iter(node.inputs[len(node.explicit_inputs) :])
         outputs: list[int] = []

@@ -18,7 +18,8 @@ _PACKAGES = ("xrlflow", "onnxruntime", "onnx", "numpy")
 
 
 def environment(threads: int, further: Mapping[str, str]) -> dict[str, str]:
-    """Names and values, for a table. No name of a machine or a user is among them."""
+    """Versions, processor and threads, as names and values for a table. The table has no name of a machine or a
+    user."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     permitted = limits()
     quota = "" if permitted.cpus is None else f", {permitted.cpus:g} by quota"
@@ -40,5 +41,5 @@ def version_of(package: str) -> str:
     """The version of a package."""
     try:
         return version(package)
-    except PackageNotFoundError:  # it is on the path, and not installed
+    except PackageNotFoundError:  # the package is on the path, and not installed
         return "not installed"

@@ -1,7 +1,7 @@
 """Finds repeated layers in the order of a graph's nodes, so that a drawing can fold them.
 
-A sequence of nodes in topological order, each as a number for its kind, is cut into nested intervals. Intervals of a
-topological order can be contracted without making a cycle, whatever the edges are.
+Each node of a topological order is given as a number for its kind, and this sequence is cut into nested intervals. An
+interval of a topological order can be drawn as one node without making a cycle, whatever the edges are.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ class Interval:
     start: int
     end: int
     parts: tuple[Interval, ...] = ()  # the intervals inside it, in order
-    times: int = (
-        1  # the number of `parts`, if they are equal and follow each other; 1: a single part, or a section
-    )
+    times: int = 1  # the number of `parts`, if they are equal repetitions; 1: a single part, or a section
 
 
 def fold(kinds: Sequence[int]) -> tuple[Interval, ...]:
-    """The intervals of a sequence that repeat, and sections where a level is crowded. Single nodes are in none."""
+    """The intervals of a sequence that repeat, and sections if a level has too many parts. A single node gets no
+    interval."""
     return _level(np.asarray(kinds, np.int64), 0)
 
 
@@ -43,7 +42,7 @@ def _level(kinds: npt.NDArray[np.int64], offset: int) -> tuple[Interval, ...]:
 
 
 def _repeats(kinds: npt.NDArray[np.int64], offset: int) -> list[Interval]:
-    """Repetitions: the one that saves most nodes, and recursively those before and after it."""
+    """The repetition that saves most nodes, and recursively those before and after it."""
     best = _longest(kinds)
     if best is None:
         return []
@@ -62,7 +61,7 @@ def _repeats(kinds: npt.NDArray[np.int64], offset: int) -> list[Interval]:
 
 
 def _longest(kinds: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
-    """Start, length and number of the consecutive equal parts whose folding leaves the fewest nodes."""
+    """The consecutive equal parts whose folding leaves the fewest nodes: start, length of a part, number of parts."""
     best: tuple[int, int, int] | None = None
     saved = 0
     count = len(kinds)
@@ -89,7 +88,8 @@ def _shifted(part: Interval, by: int) -> Interval:
 
 
 def _sections(parts: list[Interval], start: int, end: int) -> tuple[Interval, ...]:
-    """The parts of a level; if it is crowded, sections of consecutive parts (repeatedly, if sections are many)."""
+    """The parts of a level; if they are too many, sections of consecutive parts (and sections of sections, if
+    needed)."""
     level: list[Interval | int] = []
     at = start
     for part in parts:

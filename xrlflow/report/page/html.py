@@ -1,4 +1,4 @@
-"""A page as one HTML file that fetches nothing; its content security policy forbids it to."""
+"""A page as one HTML file that loads nothing from a network; its content security policy forbids such loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ASSETS = {
     "/*LIBRARY LICENCE*/": "dagre.LICENSE",
     "/*SCRIPT*/": "page.js",
 }
-# In a script, these would end it, begin a comment, or break a line.
+# Characters that would end a script element, begin a comment in it, or break one of its lines.
 _ESCAPED = {
     ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e"
 }
@@ -36,7 +36,7 @@ def page_html(data: Mapping[str, Any]) -> str:
     parts["<!--TITLE-->"] = html.escape(shortened(printable(data["title"]), 80))
     parts["/*DATA*/"] = embedded(data)
     pattern = re.compile("|".join(map(re.escape, parts)))
-    # In one pass, because the inserted texts may contain any of the slots.
+    # All slots are filled in one pass, because an inserted text may itself contain the name of a slot.
     text = pattern.sub(lambda slot: parts[slot[0]], (folder / "page.html").read_text(encoding="utf-8"))
     # Lone surrogates (undecodable bytes of a file name) cannot be written.
     return text.encode("utf-8", "replace").decode("utf-8")

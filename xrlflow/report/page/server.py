@@ -10,7 +10,7 @@ ADDRESS = "127.0.0.1"
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers requests of this machine with one page. `port` 0: any that is free. Raises OSError if it is taken."""
+    """Answers requests of this machine with one page. `port` 0: any free port. Raises OSError if the port is in use."""
 
     daemon_threads = True
 
@@ -28,7 +28,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         port = self.server.server_address[1]
-        # Another name that resolves to this address is refused: a page of that name could read ours (DNS rebinding).
+        # A request for another host name that resolves to this address is refused: a page of that host could read ours
+        # (DNS rebinding).
         if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
