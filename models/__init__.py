@@ -6,7 +6,7 @@
     model = models.small("bert")                        # a second to build, a few MB: for tests
 
 Weights are random, with magnitudes that keep activations in range. They differ from layer to layer, because the runtime
-would merge equal ones. A seed fixes them.
+would merge layers with equal weights. A seed fixes them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["ZOO", "Model", "ZooError", "build", "depth_for", "small"]
 
 
 class ZooError(ValueError):
-    """The zoo does not know a name, depth or option. The message lists the known ones."""
+    """The zoo has no network of this name, or no such depth or option. The message lists the possible values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Model:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The keywords that `build` takes for this network, such as width and fold_batchnorm."""
+        """The names of the keyword arguments of `build` for this network, such as width and fold_batchnorm."""
         return tuple(
             name
             for name, parameter in inspect.signature(self.builder).parameters.items()
@@ -167,7 +167,7 @@ def _find(name: str) -> Model:
 
 
 def build(name: str, depth: int | None = None, seed: int = 0, **options: int | bool) -> onnx.ModelProto:
-    """Build a network at the paper's depth and size, unless `depth` and `options` change them."""
+    """Build a network at the depth and width of its paper, unless `depth` and `options` change them."""
     model = _find(name)
     depth = model.depth if depth is None else depth
     if depth < 1:

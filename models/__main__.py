@@ -85,7 +85,7 @@ def _build(args: argparse.Namespace) -> None:
 
 
 def _exported(args: argparse.Namespace) -> onnx.ModelProto:
-    """An export, which has one full size and one small."""
+    """The exported network, at full or at small size. Raises ZooError for options of other sizes."""
     from models import exports
 
     given = (args.depth, args.nodes, args.width, args.image, args.tokens, args.exporter)

@@ -65,7 +65,7 @@ def _norm(net: Net, x: str, epsilon: float, name: str = "layernorm") -> str:
 def _pre_norm_layer(
     net: Net, x: str, hidden: int, *, mask: str | None, epsilon: float, activation: str = "gelu"
 ) -> str:
-    """x[1,s,k] -> [1,s,k]: a layer with LayerNormalization before attention and before the MLP."""
+    """x[1,s,k] -> [1,s,k]: a transformer layer with LayerNormalization before attention and before the MLP."""
     with net.scope("attention"):
         x = net.add(_attention(net, _norm(net, x, epsilon), mask), x)
     with net.scope("mlp"):
@@ -164,7 +164,7 @@ def _vit(net: Net, depth: int, width: int, image: int, patch: int) -> str:
         x = net.transpose(net.reshape(x, 1, width, patches), 0, 2, 1)
         x = net.concat(net.weight("cls_token", net.normal((1, 1, width), 0.5)), x)
         x = net.add(x, net.weight("positions", net.normal((1, patches + 1, width), 0.5)))
-    with net.scope("mask"):  # nothing is masked, but the exporter writes the selection nevertheless
+    with net.scope("mask"):  # no patch is masked, but the exporter writes the Where nevertheless
         visible = net.weight("square", np.ones((1, 1, patches + 1, patches + 1), np.bool_))
         mask = net.node("Where", visible, net.scalar(0), net.scalar(_MASKED))
     for layer in range(depth):
@@ -204,8 +204,8 @@ def gpt2(
 
     With `last`, the output is only the logits of the last token, [1,1,50257], as generation needs them.
 
-    Its linear layers are `Conv1D` modules, exported as Gemm between two Reshapes. The embedding is also the weight of
-    the last layer. A smaller width has a vocabulary that is smaller in proportion.
+    Its linear layers are `Conv1D` modules, exported as Gemm between two Reshapes. The table of the embedding is also
+    the weight of the last layer. A smaller width has a vocabulary that is smaller in proportion.
     """
     net = Net("gpt2", seed)
     vocabulary = vocabulary or 50257 * width // 768
@@ -262,10 +262,10 @@ def dalle(
 ) -> onnx.ModelProto:
     """DALL-E's decoder (Ramesh et al., 2021): text[1,16], image[1,64] token ids -> logits[1,80,18192].
 
-    X-RLflow's size: 16 text tokens, 768 features, 8 layers. One causal transformer over the text and the image tokens
-    after it, as the open PyTorch implementation has it: one linear layer without bias for query, key and value,
-    gated Gelu, and a learned scale on every residual branch. A smaller width has smaller vocabularies. With `last`, the
-    output is only the logits of the last token.
+    The size is X-RLflow's: 16 text tokens, 768 features, 8 layers. One causal transformer reads the text tokens and
+    then the image tokens. As in the open PyTorch implementation, one linear layer without bias gives query, key and
+    value, the MLP has a gated Gelu, and every residual branch a learned scale. A smaller width has smaller
+    vocabularies. With `last`, the output is only the logits of the last token.
     """
     net = Net("dalle", seed)
     tokens = text + image

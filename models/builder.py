@@ -27,12 +27,13 @@ Pair = int | tuple[int, int]
 
 
 def pair(value: Pair) -> tuple[int, int]:
-    """The sizes of both spatial axes, from one size for both or from a pair."""
+    """A pair of numbers for both spatial axes, from one number for both or from a pair."""
     return (value, value) if isinstance(value, int) else value
 
 
 def divisible(channels: float, divisor: int = 8) -> int:
-    """The nearest multiple of `divisor`, at least 90% of `channels`: the rule of MobileNet and EfficientNet."""
+    """The multiple of `divisor` that is nearest to `channels`, but at least 90% of it: the rule of MobileNet and
+    EfficientNet."""
     rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return rounded if rounded >= 0.9 * channels else rounded + divisor
 
@@ -68,7 +69,7 @@ class Net:
 
     @contextmanager
     def scope(self, *parts: object) -> Iterator[None]:
-        """Prefix the names made inside with `parts`, as a module's path does."""
+        """Prefix the names of values that are added inside the block with `parts`, as a module's path does."""
         self._scope.extend(str(part) for part in parts)
         yield
         del self._scope[len(self._scope) - len(parts) :]
@@ -94,7 +95,7 @@ class Net:
         self._outputs.append(onnx.ValueInfoProto(name=name, type=self._types[name]))
 
     def shape(self, value: str) -> tuple[int, ...]:
-        """The dimensions of a value; all are known."""
+        """The dimensions of a value, all of which are numbers."""
         return tuple(dim.dim_value for dim in self._types[value].tensor_type.shape.dim)
 
     def model(self) -> onnx.ModelProto:
@@ -110,7 +111,7 @@ class Net:
     # ---------------------------------------------------------------- constants and weights
 
     def weight(self, name: str, array: Array) -> str:
-        """An initializer of its own."""
+        """Add an initializer that no other node shares."""
         tensor = numpy_helper.from_array(np.asarray(array, order="C"), self._name(name))
         self._initializers.append(tensor)
         self._types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
@@ -129,11 +130,11 @@ class Net:
         return self._literals[key]
 
     def ints(self, *values: int) -> str:
-        """An int64 vector."""
+        """A constant int64 vector."""
         return self.literal(values, np.int64)
 
     def scalar(self, value: float) -> str:
-        """A float32 scalar."""
+        """A constant float32 scalar."""
         return self.literal(value, np.float32)
 
     def normal(self, shape: Sequence[int], std: float, mean: float = 0.0) -> NDArray[np.float32]:
@@ -215,7 +216,7 @@ class Net:
         return self.node("Transpose", x, perm=perm)
 
     def split(self, x: str, parts: int, axis: int) -> list[str]:
-        """Equal parts."""
+        """The `parts` equal parts of x along an axis."""
         return self.nodes("Split", x, outputs=parts, axis=axis, num_outputs=parts)
 
     def softmax(self, x: str) -> str:
@@ -237,9 +238,9 @@ class Net:
     ) -> str:
         """x[b,c,h,w] -> [b,channels,h',w']; padded to keep the size unless `padding` is given.
 
-        With `norm` a BatchNormalization follows whose scales lie around that number. It is folded into the weights,
-        as PyTorch's exporter does in evaluation mode, unless the net has `fold_batchnorm=False`. Both variants draw the
-        same numbers, so they are the same function.
+        With `norm` a BatchNormalization follows, whose scales lie around the number `norm`. It is folded into the
+        weights, as by PyTorch's exporter in evaluation mode, unless the net has `fold_batchnorm=False`. With and
+        without folding the same random numbers are drawn, so that the network computes the same function.
         """
         kh, kw = pair(kernel)
         ph, pw = pair(padding) if padding is not None else (kh // 2, kw // 2)

@@ -16,8 +16,8 @@ def unet(depth: int, seed: int, *, width: int = 128, image: int = 32) -> onnx.Mo
     """Two levels of a diffusion model's UNet (Ho et al., 2020, as `diffusers` has them): latent[1,4,32,32] and the
     embedded time step embedding[1,512] -> noise[1,4,32,32].
 
-    `depth` residual blocks on the way down and `depth` + 1 on the way up, at each of the two levels of `width` and
-    2 `width` channels; between them attention over the pixels.
+    Each of the two levels, of `width` and 2 `width` channels, has `depth` residual blocks on the way down and `depth` +
+    1 on the way up; between the ways is attention over the pixels.
     """
     net = Net("unet", seed)
     x = net.input("latent", (1, 4, image, image))
@@ -85,7 +85,7 @@ def _pixel_attention(net: Net, x: str) -> str:
 
 
 def _twice(net: Net, x: str) -> str:
-    """Repeat each pixel four times: an image of twice the height and width."""
+    """Repeat each pixel four times: returns an image of twice the height and width."""
     batch, channels, height, wide = net.shape(x)
     return net.node(
         "Resize",
@@ -99,7 +99,7 @@ def _twice(net: Net, x: str) -> str:
     )
 
 
-# Of the smallest YOLOv8: the channels of the stages of the backbone, and their residual blocks.
+# The stages of the smallest YOLOv8's backbone: channels, and number of residual blocks.
 _STAGES = ((32, 1), (64, 2), (128, 2), (256, 1))
 _BINS = 16
 
@@ -109,8 +109,9 @@ def yolo(
 ) -> onnx.ModelProto:
     """A detector like YOLOv8n (Jocher et al., 2023): pixels[1,3,640,640] -> boxes[1,84,8400].
 
-    Backbone of `depth` residual blocks, pyramid of features, heads at three scales; for each position a box (left, top,
-    right, bottom as distances, means over 16 bins) and scores of 80 classes.
+    A backbone of `depth` residual blocks, a pyramid of features, and heads at three scales. For each position the
+    output has a box (the distances to its left, top, right and bottom, each a mean over 16 bins) and scores of 80
+    classes.
     """
     net = Net("yolo", seed, fold_batchnorm=fold_batchnorm)
     ratio = width / 16
@@ -153,7 +154,7 @@ def _unit(net: Net, x: str, channels: int, kernel: int = 1, stride: int = 1) -> 
 
 
 def _stage(net: Net, x: str, channels: int, blocks: int, add: bool) -> str:
-    """Half of the channels go through the blocks; the results of all blocks are joined."""
+    """Half of the channels go through the blocks; the results of all blocks are concatenated."""
     with net.scope("c2f"):
         parts = net.split(_unit(net, x, channels), 2, 1)
         for block in range(blocks):
@@ -165,7 +166,8 @@ def _stage(net: Net, x: str, channels: int, blocks: int, add: bool) -> str:
 
 
 def _pyramid(net: Net, small: str, middle: str, large: str) -> tuple[str, str, str]:
-    """Features of three scales, each combined with those of the others: from coarse to fine, and back."""
+    """Features of three scales, each combined with the features of the other scales: first from coarse to fine, then
+    back."""
     sizes = [net.shape(f)[1] for f in (small, middle, large)]
     middle = _stage(net, net.concat(_twice(net, large), middle), sizes[1], 1, add=False)
     small = _stage(net, net.concat(_twice(net, middle), small), sizes[0], 1, add=False)

@@ -87,9 +87,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _perturb(module: torch.nn.Module) -> None:
-    """Draw scales and biases that differ from layer to layer. Initialisation leaves them at one and zero.
+    """Draw scales and biases that differ from layer to layer. After initialisation they are one and zero.
 
-    In frozen batch normalisation they are buffers.
+    In frozen batch normalisation the scales and biases are buffers.
     """
     import torch
 
@@ -103,7 +103,7 @@ def _perturb(module: torch.nn.Module) -> None:
 def _normalise(module: torch.nn.Module, values: tuple[torch.Tensor, ...]) -> None:
     """Give batch normalisation the means and variances of these inputs, as training would.
 
-    At means of zero and variances of one the activations fade from layer to layer until only biases are left.
+    With means of zero and variances of one the activations fade from layer to layer until only biases are left.
     """
     import torch
 
@@ -120,12 +120,12 @@ def _normalise(module: torch.nn.Module, values: tuple[torch.Tensor, ...]) -> Non
 
 
 def _modules() -> dict[str, Any]:
-    """For each network, what gives the module, its inputs and its output's name."""
+    """For each network a function that returns the module, its inputs and its output's name."""
     import torch
     from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
 
     class First(torch.nn.Module):
-        """The first output of a model."""
+        """A module that returns only the first output of a model."""
 
         def __init__(self, model: torch.nn.Module, *names: str) -> None:
             super().__init__()

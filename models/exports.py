@@ -6,9 +6,9 @@
     feeds = inputs("llama-step", seed=0)     # valid random inputs
 
 Nothing is downloaded. Attention is the default of `transformers`, PyTorch's scaled_dot_product_attention; only T5, Swin
-and the Conformer have the eager one, because torch 2.13 cannot decompose theirs ("Cannot view a tensor with shape ...
-and strides ..."). The networks with a cache run one step of decoding: the caches are inputs and, one token longer,
-outputs.
+and the Conformer have eager attention, because torch 2.13 cannot decompose scaled_dot_product_attention in them
+("Cannot view a tensor with shape ... and strides ..."). The networks with a cache run one step of decoding: the caches
+are inputs, and the caches with one more token are outputs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _ids(high: int, *shape: int, low: int = 0) -> Input:
 
 
 def _caches(layers: int, heads: int, length: int, width: int, *kinds: str) -> dict[str, Input]:
-    """The inputs for cached keys and values: those of each kind (such as "cross_"), in each layer."""
+    """The inputs for cached keys and values of each layer, for each kind of cache (such as "cross_")."""
     return {
         name: Input((1, heads, length, width))
         for kind in kinds
@@ -75,7 +75,7 @@ def _cache_names(layers: int, prefix: str) -> list[str]:
 
 
 def _cache(values: tuple[torch.Tensor, ...]) -> Any:
-    """A cache of `transformers` with the keys and values of each layer, in turns."""
+    """A cache of `transformers` from a list of tensors: for each layer its keys, then its values."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -89,7 +89,7 @@ def _cached(cache: Any) -> list[torch.Tensor]:
 
 
 def _model(model: str, config: str, **options: Any) -> Callable[[], Any]:
-    """What builds a class of `transformers` from its configuration."""
+    """A function that builds a model of a class of `transformers` from its configuration."""
 
     def build() -> Any:
         import transformers
@@ -172,7 +172,7 @@ def _step_with_encoder(*encoded: int) -> Callable[..., Any]:
         own, cross = past[: len(past) // 2], past[len(past) // 2 :]
         result = model(
             decoder_input_ids=ids,
-            # Not used, since its keys and values are in the cache, but demanded.
+            # The call demands this argument, and does not use it, since the encoder's keys and values are in the cache.
             encoder_outputs=(torch.zeros(encoded),),
             past_key_values=EncoderDecoderCache(_cache(own), _cache(cross)),
             use_cache=True,
@@ -521,7 +521,7 @@ HELD_OUT = frozenset(
 
 
 def find(name: str) -> Export:
-    """The entry of that name."""
+    """The network called `name`."""
     try:
         return EXPORTS[name]
     except KeyError:
@@ -529,7 +529,7 @@ def find(name: str) -> Export:
 
 
 def inputs(name: str, small: bool = False, seed: int = 0) -> dict[str, NDArray[np.generic]]:
-    """Random inputs that the network accepts."""
+    """Random inputs that the network accepts, by name."""
     rng = np.random.default_rng(seed)
     return {key: entry.draw(rng) for key, entry in find(name).network(small).inputs.items()}
 
@@ -542,9 +542,9 @@ def cache_folder() -> Path:
 
 
 def cached(name: str, small: bool = False, seed: int = 0, exporter: str = "dynamo") -> Path:
-    """The path of the export in the cache, whether it exists or not.
+    """The path of the exported model in the cache, whether it exists or not.
 
-    It tells apart versions of what exports, and of the modules that declare how.
+    The path depends on the versions of the exporting packages, and on the code of the modules that declare networks.
     """
     size = "small" if small else "full"
     versions = [f"{package}{version(package)}" for package in ("torch", "transformers", "onnxscript")]
@@ -577,7 +577,7 @@ def _export(
     import torch
 
     class Module(torch.nn.Module):
-        """The network, with its inputs by position."""
+        """A module that calls the network with positional inputs."""
 
         def __init__(self, model: torch.nn.Module) -> None:
             super().__init__()

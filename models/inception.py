@@ -6,7 +6,7 @@ import onnx
 
 from models.builder import Net, Pair, spread
 
-_POOL_FEATURES = (32, 64)  # of the first and the further A modules
+_POOL_FEATURES = (32, 64)  # in the first and in the further A modules
 _SEVEN_FEATURES = (128, 160, 160, 192)  # inner channels of the C modules
 
 
@@ -15,8 +15,8 @@ def inceptionv3(
 ) -> onnx.ModelProto:
     """pixels[1,3,299,299] -> logits[1,1000]; `depth` modules of the kinds A, C and E (3, 4 and 2 in the paper).
 
-    Between them there are always two modules that halve the image. `width` is the channels of the first convolution;
-    all others scale with it. `image` is at least 75.
+    Between the kinds there are always two modules that halve the image. `width` is the number of channels of the first
+    convolution; those of all others scale with it. `image` is at least 75 pixels.
     """
     net = Net("inceptionv3", seed, fold_batchnorm=fold_batchnorm)
 

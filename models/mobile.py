@@ -73,9 +73,9 @@ def _inverted_residuals(
     excite: bool,
     gain: float,
 ) -> None:
-    """Stem, `depth` blocks of expand, depthwise, (squeeze and excite,) project, and the head.
+    """A stem, `depth` inverted residuals (expand, depthwise, in EfficientNet squeeze and excite, project), and a head.
 
-    `gain`: the scale of a BatchNormalization before an activation, which keeps the magnitude.
+    `gain`: the scale of a BatchNormalization before an activation, chosen so that activations keep their magnitude.
     """
     ratio = width / 32
     branch = gain / math.sqrt(depth)

@@ -6,7 +6,7 @@ import onnx
 
 from models.builder import Net, spread
 
-# Scales of the BatchNormalizations that keep the magnitude over any number of cells.
+# Scales of the BatchNormalizations, chosen so that activations keep their magnitude over any number of cells.
 _SQUEEZE, _SEPARABLE = 0.75, 0.3
 
 
@@ -15,9 +15,9 @@ def nasnet_a(
 ) -> onnx.ModelProto:
     """pixels[1,3,224,224] -> logits[1,1000]; `depth` normal cells over three stages.
 
-    A stage has its share of the normal cells at `width`, 2 and 4 `width` channels and ends with a reduction cell of
-    twice the channels. A cell squeezes its two inputs by 1x1 convolutions, adds five pairs of separable
-    convolutions, pools and identities, and concatenates the sums.
+    The normal cells of the three stages have `width`, 2 `width` and 4 `width` channels. A stage ends with a reduction
+    cell of twice its channels. A cell squeezes its two inputs by 1x1 convolutions, adds up five pairs of results of
+    separable convolutions, pools and identities, and concatenates the sums.
     """
     net = Net("nasnet-a", seed, fold_batchnorm=fold_batchnorm)
 
@@ -25,7 +25,7 @@ def nasnet_a(
         return net.relu(net.conv(x, channels, norm=_SQUEEZE))
 
     def fit(previous: str, current: str) -> str:
-        """`previous` brought to the shape of `current`: by a 1x1 convolution, or a 3x3 one of stride 2."""
+        """Convert `previous` to the shape of `current`: by a 1x1 convolution, or by a 3x3 convolution of stride 2."""
         channels = net.shape(current)[1]
         if net.shape(previous)[2] == net.shape(current)[2]:
             return squeeze(previous, channels)

@@ -1,4 +1,4 @@
-"""Single operators of sizes that are common in networks, as ONNX models."""
+"""Single operators with shapes that are common in networks, as ONNX models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONSTANTS = ("b", "s", "w")
 
 
 def operator(text: str) -> onnx.ModelProto:
-    """The model of a text like those above. Its constants are drawn at random."""
+    """A model with one operator, from a text like those in this file. Its constants are drawn at random."""
     model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 20]> agraph {text}')
     rng = np.random.default_rng(0)
     for value in list(model.graph.input):

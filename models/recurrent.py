@@ -14,8 +14,8 @@ from models.builder import Net
 def nasrnn(depth: int, seed: int, *, width: int = 512, shared: bool = False) -> onnx.ModelProto:
     """NasRNN (Zoph and Le, 2017) as TASO writes it: `depth` steps of x0, x1, ...[1,512] -> state[1,512].
 
-    A step multiplies x and h by eight matrices each, adds them in pairs and combines the eight sums in a tree.
-    Each step has its own matrices, or with `shared` all have the same.
+    A step multiplies x and h by eight matrices each, adds the products in pairs and combines the eight sums in a tree.
+    Each step has its own matrices; with `shared` all steps have the same.
     """
     net = Net("nasrnn-shared" if shared else "nasrnn", seed)
     std = 1 / math.sqrt(width)
@@ -74,7 +74,7 @@ def _step(net: Net, x: str, step: int) -> str:
 
 
 def _stack(net: Net, values: list[str]) -> str:
-    """[1,width] of each step -> [1,steps,width]."""
+    """The values [1,width] of all steps -> [1,steps,width]."""
     return net.concat(*[net.node("Unsqueeze", value, net.ints(1)) for value in values])
 
 
@@ -108,7 +108,7 @@ def lstm_unrolled(depth: int, seed: int, *, width: int = 512) -> onnx.ModelProto
 def gru_unrolled(depth: int, seed: int, *, width: int = 512) -> onnx.ModelProto:
     """A Python loop over `torch.nn.GRUCell`, exported: x[1,depth,width] -> y[1,depth,width].
 
-    As in nn.GRUCell: gates r, z, n; n = tanh(x_n + r h_n), the reset after the projection; h' = n + z (h - n).
+    As in nn.GRUCell: gates r, z, n; n = tanh(x_n + r h_n), where the reset follows the projection; h' = n + z (h - n).
     """
     net = Net("gru-unrolled", seed)
     x = net.input("x", (1, depth, width))

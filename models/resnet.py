@@ -21,12 +21,13 @@ def _residual_net(
     bottleneck: bool,
     cardinality: int = 1,
 ) -> onnx.ModelProto:
-    """`depth` residual blocks over four stages of `width`, 2, 4 and 8 `width` planes (times 4 in bottlenecks).
+    """`depth` residual blocks over four stages of `width`, 2, 4 and 8 times `width` channels (four times as many after
+    bottlenecks).
 
-    With `cardinality` > 1 the bottleneck's 3x3 convolution has that many groups and twice the planes.
+    With `cardinality` > 1 the bottleneck's 3x3 convolution has that many groups and twice the channels.
     """
     net = Net(name, seed, fold_batchnorm=fold_batchnorm)
-    branch = 1 / math.sqrt(depth)  # the scale of what a block adds, which keeps the magnitude at any depth
+    branch = 1 / math.sqrt(depth)  # scale of a block's branch: activations keep their magnitude at any depth
     x = net.input("pixels", (1, 3, image, image))
     with net.scope("stem"):
         x = net.relu(net.conv(x, width, 7, stride=2, norm=1.0))

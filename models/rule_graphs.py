@@ -4,10 +4,10 @@
     graph = rule_graph(LIBRARY, seed=7)        # an xrlflow Graph, in which some of the rules apply
 
 A piece is a small graph to which one rule applies. For a pattern rule it is drawn as for the rule's proof, from the
-rule's `shapes` and from the types that its operators accept, but with larger sizes, so that costs are realistic. For a
-region rule, and in one of four attempts for a pattern rule, it is one of the rule's `examples` with other sizes.
-Several pieces become one graph: outputs of earlier pieces feed inputs of later ones, through a Reshape if only the
-number of elements fits.
+rule's `shapes` and from the types that its operators accept, but with larger dimensions, so that costs are realistic.
+For a region rule, and in one of four attempts for a pattern rule, it is one of the rule's `examples` with other
+dimensions. Several pieces become one graph: outputs of earlier pieces feed inputs of later ones, through a Reshape if
+only the number of elements fits.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from xrlflow.rewrite import AnyRule, Library, Rule
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.state import match_all
 
-# The greatest product of the sizes that are drawn for a piece.
+# The greatest product of the dimensions that are drawn for a piece.
 _ELEMENTS = 1 << 18
 _SIZES = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# The most draws of one rule, and the most rules that are tried for a piece.
+# The most attempts to draw a piece of one rule, and the most rules that are tried for a piece.
 _DRAWS, _RULES = 60, 40
-# The share of an example's sizes that change. It falls from draw to draw, because a number may have another meaning.
+# The share of an example's numbers that change, as if they were dimensions. It falls from draw to draw, because a
+# number may have another meaning.
 _SIZED = (0.8, 0.5, 0.2, 0.0)
 
 
@@ -44,7 +45,7 @@ class RuleGraphError(ValueError):
 
 
 class Sizes(Draw):
-    """Draws typical sizes of tensors, and sizes of earlier pieces again, so that pieces fit together."""
+    """Draws typical dimensions of tensors, and repeats dimensions of earlier pieces, so that pieces fit together."""
 
     def __init__(self, seed: int, earlier_sizes: Sequence[int] = ()) -> None:
         super().__init__(seed)
@@ -75,7 +76,7 @@ def _compiled(rule: AnyRule) -> tuple[Library, tuple[Pattern, ...]]:
 
 
 def draw_piece(rule: AnyRule, seed: int, earlier_sizes: Sequence[int] = ()) -> Piece | None:
-    """A piece of a rule; None if `_DRAWS` draws gave none."""
+    """A piece to which the rule applies; None if `_DRAWS` attempts gave none."""
     library, patterns = _compiled(rule)
     draw = Sizes(seed, earlier_sizes)
     for attempt in range(_DRAWS):
@@ -100,9 +101,10 @@ def draw_piece(rule: AnyRule, seed: int, earlier_sizes: Sequence[int] = ()) -> P
 
 
 def resized(sketch: Sketch, draw: Sizes, part: float) -> Sketch:
-    """The sketch with other sizes: for all symbols, and for the share `part` of the numbers.
+    """The sketch with other dimensions: a number for each symbol, and other numbers for the share `part` of its
+    numbers.
 
-    A number is replaced everywhere, in constant shapes too.
+    A number is replaced wherever it occurs, in constant shapes too.
     """
     dims = {d for t in sketch.inputs for d in t.shape or () if isinstance(d, str)}
     numbers = {d for t in sketch.inputs for d in t.shape or () if isinstance(d, int) and d > 1}
@@ -133,17 +135,18 @@ def _parsed(text: str) -> onnx.ModelProto:
 
 
 def _fit(graph: Graph) -> bool:
-    """Whether all sizes are known and no tensor is empty or too large."""
+    """Whether all dimensions are numbers and no tensor is empty or too large."""
     types = [t for n in graph.nodes() for t in n.types]
     return all(t.is_static and 0 < math.prod(map(int, t.shape or ())) <= 4 * _ELEMENTS for t in types)
 
 
 def glue(pieces: Sequence[Piece], draw: Draw) -> Sketch:
-    """One sketch of several pieces. An input is fed from an earlier output that fits, in three of four cases."""
+    """One sketch of several pieces. In three of four cases, an input is connected to an output of an earlier piece that
+    fits."""
     inputs: list[TensorType] = []
     consts: list[SketchConst] = []
     nodes: list[SketchNode] = []
-    loose: list[tuple[ValueRef, TensorType]] = []  # outputs that nobody reads yet
+    loose: list[tuple[ValueRef, TensorType]] = []  # outputs that no node reads yet
     for piece in pieces:
         sketch = piece.sketch
         fed: list[ValueRef] = []
@@ -179,7 +182,7 @@ def glue(pieces: Sequence[Piece], draw: Draw) -> Sketch:
 
 
 def _same_data(have: TensorType, want: TensorType) -> bool:
-    """Whether a value can take the ref of another one, if necessary through a Reshape."""
+    """Whether a value of type `have` can feed an input of type `want`, if necessary through a Reshape."""
     if have.dtype != want.dtype or not (have.is_static and want.is_static):
         return False
     return have.shape == want.shape or _elements(have) == _elements(want) > 1

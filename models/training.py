@@ -3,10 +3,10 @@
     sources = training_sources()
     curriculum = curriculum(seed=0)     # makes the task of xrlflow.rl.train.train
 
-The graphs are networks at small depth (also scrambled, and then without composite rules), half of the exported
-networks, random graphs of rules' sources, and valleys. Tests use graphs that are not in training: the architectures in
-`UNSEEN`, the exports in `exports.HELD_OUT`, networks of more than four blocks, the held-out family of valleys, and all
-instances of `models.valleys.catalogue`, whose seeds are below `_FIRST_SEED`.
+The graphs are networks at small depth (also after random substitutions, and then without composite rules), half of the
+exported networks, random graphs of rules' sources, and valleys. Tests use graphs that are not in training: the
+architectures in `UNSEEN`, the exports in `exports.HELD_OUT`, networks of more than four blocks, the held-out family of
+valleys, and all instances of `models.valleys.catalogue`, whose seeds are below `_FIRST_SEED`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xrlflow.rl.curriculum import Curriculum, Source, mixed, split
 # Architectures that are held out of all training.
 UNSEEN = frozenset({"inceptionv3", "mobilenetv2", "gru-unrolled", "dalle", "unet", "yolo"})
 
-# Sizes besides those of `models.small`. Depths are all from that of `models.small` to four blocks.
+# Options besides those of `models.small`. Depths range from that of `models.small` to four blocks.
 _WIDER: Mapping[str, tuple[Mapping[str, int], ...]] = MappingProxyType(
     {
         "resnet18": ({"width": 32, "image": 56},),
@@ -49,7 +49,7 @@ _WIDER: Mapping[str, tuple[Mapping[str, int], ...]] = MappingProxyType(
     }
 )
 _MAX_DEPTH = 4
-# Seeds of valleys that are trained on; those of the catalogue are below.
+# The first seed and the number of seeds of valleys for training; the catalogue has lower seeds.
 _FIRST_SEED, _SEEDS = 1000, 24
 _RULE_GRAPHS = 1500
 # The kinds of problems of a training run.
@@ -71,7 +71,7 @@ def valley(family: str, depth: int, width: int, seed: int) -> Graph:
 
 
 def machine(family: str) -> Machine:
-    """The machine of a family of valleys."""
+    """The machine for whose costs a family's networks have valleys."""
     return FAMILIES[family].machine
 
 
@@ -80,7 +80,7 @@ def random_rules(seed: int, pieces: int) -> Graph:
 
 
 def zoo_sources() -> Iterator[Source]:
-    """Networks of up to four blocks (or the fewest possible), in several sizes, also scrambled."""
+    """Networks of up to four blocks (or the fewest possible), in several widths, also after random substitutions."""
     for name, model in models.ZOO.items():
         if name in UNSEEN:
             continue
@@ -98,7 +98,7 @@ def zoo_sources() -> Iterator[Source]:
 
 
 def export_sources() -> Iterator[Source]:
-    """Exported networks at small size, without the held-out ones; also scrambled."""
+    """Exported networks at small size, without the held-out networks; also after random substitutions."""
     for name in exports.EXPORTS:
         if name not in exports.HELD_OUT:
             build = functools.partial(exported, name)
@@ -119,7 +119,7 @@ def precision_sources() -> Iterator[Source]:
 
 
 def rule_sources(count: int = _RULE_GRAPHS) -> Iterator[Source]:
-    """Graphs of two to five left-hand sides; two of three are scrambled."""
+    """Graphs that consist of two to five sources of rules; two of three are changed by random substitutions."""
     for seed in range(count):
         build = functools.partial(random_rules, seed, 2 + seed % 4)
         yield Source(f"rules-{seed}", "rules", build, scrambled=2 * (seed % 3))
@@ -149,7 +149,8 @@ def training_sources() -> Iterator[Source]:
 
 
 def curriculum(count: int = 800, held_out: int = 60, seed: int = 0) -> Curriculum:
-    """About `count` sources to train on, and `held_out` others to evaluate on, in the shares of `SHARES`."""
+    """About `count` graphs to train on, and `held_out` other graphs to evaluate on, of each kind by its share in
+    `SHARES`."""
     train, test = split(training_sources(), 0.1)
     return Curriculum(
         mixed(train, SHARES, count, seed), mixed(test, SHARES, held_out, seed), LIBRARY, seed=seed

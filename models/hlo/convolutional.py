@@ -85,7 +85,7 @@ def resnet(benchmark: Benchmark, source: Source) -> Network:
     stage = [i * stages // benchmark.layers for i in range(benchmark.layers)]
     strides = [1] + [
         1 + after - before for before, after in pairwise(stage)
-    ]  # a stage begins by halving the image
+    ]  # the first block of a stage halves the image
     width = channels = benchmark.width
     blocks: list[Weights] = []
     norms = {"stem": channels}
@@ -166,7 +166,7 @@ def _unet_block(p: Weights, x: Array, time: Array) -> Array:
 
 
 def unet(benchmark: Benchmark, source: Source) -> Network:
-    """image[2, 16, 16, 3], step[2] -> noise[2, 16, 16, 3]: blocks down, one in the middle and as many up."""
+    """image[2, 16, 16, 3], step[2] -> noise[2, 16, 16, 3]: `layers` blocks down, one in the middle and `layers` up."""
     levels, width = (benchmark.layers - 1) // 2, benchmark.width
     of_time = 4 * width
 

@@ -22,7 +22,7 @@ Weights = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Creates the arguments of a program: random arrays, or without a generator their shapes and types alone."""
+    """Creates the arguments of a program: random arrays, or, without a generator, only shapes and types."""
 
     rng: np.random.Generator | None
 
@@ -97,7 +97,8 @@ def conv(kernel: Array, x: Array, stride: int = 1, padding: str = "SAME") -> Arr
 
 
 def dropout(key: Array | None, x: Array, rate: float = 0.1) -> Array:
-    """Set a share of x to zero and scale up the rest. Without a key, x as it is."""
+    """Set the share `rate` of the elements of x to zero, and scale up the others. Without a key, x is returned
+    unchanged."""
     if key is None:
         return x
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)

@@ -28,7 +28,7 @@ NETWORKS: Mapping[Family, Callable[[Benchmark, Source], Network]] = MappingProxy
 
 
 def program(benchmark: Benchmark, rng: np.random.Generator | None) -> Program:
-    """The benchmark's function and arguments: random ones, or without `rng` their shapes and types."""
+    """The benchmark's function and its arguments: random arrays, or, without `rng`, only shapes and types."""
     source = Source(rng)
     network = NETWORKS[benchmark.family](benchmark, source)
     return training(network, source) if benchmark.kind is Kind.TRAINING else inference(network)

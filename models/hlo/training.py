@@ -45,7 +45,7 @@ class Program:
 
 
 def adam_state(source: Source, weights: Weights) -> Weights:
-    """The state of Adam in the midst of training: moments like the weights, and the count of steps."""
+    """The state of Adam in the midst of training: moments of the weights' shapes, and the count of steps."""
     return {
         "count": source.ids(below=100, start=1),
         "mu": jax.tree.map(lambda w: source.normal(*w.shape, std=0.1), weights),
@@ -54,7 +54,7 @@ def adam_state(source: Source, weights: Weights) -> Weights:
 
 
 def adam(gradients: Weights, state: Weights, weights: Weights) -> tuple[Weights, Weights]:
-    """The next weights and the next state."""
+    """One step of Adam: returns the next weights and the next state."""
     b1, b2 = DECAY
     mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, gradients, state["mu"])
     nu = jax.tree.map(lambda g, v: (1 - b2) * g**2 + b2 * v, gradients, state["nu"])

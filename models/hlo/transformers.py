@@ -64,7 +64,7 @@ def _attend(q: Array, k: Array, v: Array, mask: Array | None, key: Array | None 
 
 
 def _keys(key: Array | None, number: int) -> list[Array | None]:
-    """Keys for as many dropouts, none without a key."""
+    """`number` random keys, one for each dropout; each is None if `key` is."""
     return [None] * number if key is None else list(jax.random.split(key, number))
 
 
@@ -80,7 +80,8 @@ def _gpt2_layer(p: Weights, x: Array, mask: Array, key: Array | None) -> Array:
 
 
 def _gpt2_logits(p: Weights, tokens: Array, key: Array | None = None) -> Array:
-    """tokens[batch, length] -> logits[batch, length, vocabulary], the head shares the embedding."""
+    """tokens[batch, length] -> logits[batch, length, vocabulary]. The weight of the last layer is the embedding's
+    table."""
     length = tokens.shape[1]
     of_embedding, *of_layers = _keys(key, 1 + len(p["layers"]))
     x = dropout(of_embedding, p["tokens"][tokens] + p["positions"][jnp.arange(length)])
@@ -150,7 +151,7 @@ def _bert_layer_weights(source: Source, width: int) -> Weights:
 
 
 def _bert_layer(p: Weights, x: Array, bias: Array, key: Array | None) -> Array:
-    """Normalises after adding. `bias` [batch, 1, 1, tokens] is added to the scores."""
+    """A layer of BERT, which normalises after adding. `bias` [batch, 1, 1, tokens] is added to the attention scores."""
     of_attention, of_output, of_mlp = _keys(key, 3)
     batch, tokens, width = x.shape
     split = (batch, tokens, HEADS, width // HEADS)
@@ -198,7 +199,7 @@ def bert(benchmark: Benchmark, source: Source) -> Network:
         x = _bert_encode(p, example["tokens"], example["types"], example["mask"], key)
         x = layer_norm(p["norm_head"], jax.nn.gelu(linear(p["transform"], x), approximate=False), 1e-12)
         logits = x @ p["tokens"].T + p["bias_head"]
-        hidden = (labels >= 0).astype(logits.dtype)  # -1: not a token to fill in
+        hidden = (labels >= 0).astype(logits.dtype)  # -1: the token is not masked
         each = cross_entropy(logits, jnp.maximum(labels, 0))
         return jnp.sum(each * hidden) / jnp.maximum(hidden.sum(), 1.0), state
 

@@ -163,8 +163,8 @@ def collect(
 ) -> list[Episode[Obs]]:
     """Play whole episodes with at least `steps` steps in total. The policy evaluates all environments in one batch.
 
-    New episodes begin until `steps` steps were taken; then the running episodes are played to their ends. So the next call
-    depends only on its generator. A truncated episode bootstraps from the value of its last observation.
+    New episodes begin until `steps` steps were taken; then the running episodes are finished. So the next call depends
+    only on its generator. A truncated episode bootstraps from the value of its last observation.
     """
     episodes: list[Episode[Obs]] = []
     running: dict[int, tuple[Episode[Obs], Obs]] = {}

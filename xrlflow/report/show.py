@@ -103,7 +103,7 @@ def optimization(report: Report, output: str) -> None:
 
 
 def page(path: Path | None) -> None:
-    """A line that says where the report page is, if one was requested."""
+    """Print where the report page is, if one was requested."""
     if path is not None:
         _console.print(f"{path}: the report page, open it in a browser")
 
@@ -134,7 +134,7 @@ def _verdict(verified: bool | None, error: float | None) -> str:
 
 
 def proven(certificate: Certificate, done: int, total: int) -> None:
-    """One line for a rule whose proof has ended."""
+    """Print one line for a rule whose proof has ended."""
     verdict = "proven" if certificate.proven else "NOT PROVEN"
     if certificate.proven and certificate.unexplained:
         verdict = f"{len(certificate.unexplained)} mutants survive, nobody knows why"
