@@ -98,7 +98,8 @@ class Child:
 
 
 class _Caller:
-    """The worker of `Child`: it calls functions. A BackendError is returned, so that its message reaches the user."""
+    """The handler in the process of `Child`, which calls functions. A BackendError is returned, so that its message
+    reaches the user."""
 
     def do(self, task: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
         function, arguments = task

@@ -32,7 +32,7 @@ FEWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When a new model is accepted: the test of `decide` says that it is faster by more than a threshold."""
+    """The rule by which `decide` accepts a new model: a test must show that it is faster by more than a threshold."""
 
     threshold: float = math.log(1.003)
     """The least gain, as a logarithm. Two sessions of the same model differ by half a percent, and a smaller gain is
@@ -51,8 +51,8 @@ class Rule:
     probability, would not pass the last analysis."""
 
     def analyses(self, limit: int) -> tuple[int, ...]:
-        """The numbers of processes, up to `limit`, at which the estimates are analysed. There is one analysis only if
-        half of `limit` are fewer than `FEWEST`."""
+        """The numbers of processes, up to `limit`, at which the estimates are analysed. If half of `limit` is less than
+        `FEWEST`, there is only one analysis."""
         counts: list[int] = []
         count = min(self.first, limit // 2) if limit >= 2 * FEWEST else limit
         # An analysis shortly before the last one would use up the error probability that the last one needs.

@@ -1,4 +1,4 @@
-"""The measuring loop: models take turns at running, and only times within one round are compared."""
+"""The loop that measures models: they take turns at running, and only times within one round are compared."""
 
 from __future__ import annotations
 
@@ -200,8 +200,8 @@ def turns(slots: int, round_index: int) -> list[int]:
 def warm_up(run: Run, clock: Callable[[], float], budget: float) -> float:
     """Run a model up to ten times, for about `budget` seconds, so that it plans its memory and fills caches.
 
-    Returns the seconds of the fastest run. A model gets three runs if `budget` allows it, and more only if all take
-    less than 20 ms.
+    Returns the seconds of the fastest run. A model gets three runs if `budget` allows it, and further runs only if all
+    runs take less than 20 ms.
     """
     started = clock()
     fastest = math.inf

@@ -43,7 +43,7 @@ class Limits:
 def limits(root: Path = ROOT) -> Limits:
     """The limits of this process, by its control groups and all groups around them that it can see.
 
-    `root`: the folder of `proc` and `sys`. A limit that cannot be read or understood counts as none.
+    `root`: the folder of `proc` and `sys`. A limit that cannot be read or understood counts as no limit.
     """
     groups = list(_groups(root))
     quotas = [quota for group in groups if (quota := _quota(group)) is not None]
@@ -106,7 +106,7 @@ def _paid(count: int, root: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A control group. `kind`: its controller, and "" in version 2, where one folder has all controllers."""
+    """A control group. `kind`: the name of its controller; "" in version 2, where one folder has all controllers."""
 
     version: int
     kind: str

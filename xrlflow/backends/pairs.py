@@ -1,4 +1,4 @@
-"""Two models take turns in one process. Turns that follow one another are compared."""
+"""Two models take turns in one process. Each turn is compared with the next turn, which belongs to the other model."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def estimate(turns: Sequence[Turn]) -> Estimate:
 def errors(estimates: Sequence[Estimate]) -> list[float]:
     """The standard errors of estimates, from the noise in their processes.
 
-    A process with few pairs hardly shows its own noise, so the mean noise of all processes is mixed in, with the weight
-    of two pairs.
+    A process with few pairs hardly shows its own noise, so the mean noise of all processes is added to the average,
+    with the weight of two pairs.
     """
     mean = statistics.fmean(e.noise**2 for e in estimates)
     variances = [(e.pairs * e.noise**2 + _PRIOR * mean) / (e.pairs + _PRIOR) for e in estimates]
@@ -156,7 +156,8 @@ def _faster(first: Turn, second: Turn) -> float:
 
 
 class _Waiting:
-    """Counts how long the threads of this process have waited for a CPU. Linux counts it; it is 0 on other systems."""
+    """Counts how long the threads of this process have waited for a CPU. Linux counts the waiting; on other systems the
+    count is 0."""
 
     def __init__(self) -> None:
         self._files: list[int] = []

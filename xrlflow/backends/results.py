@@ -14,7 +14,7 @@ _RESTLESS = math.log(1.5)
 class SpeedUp:
     """How many times faster a model is than the baseline: the median, and its 95% interval.
 
-    The interval is (0, inf) if there are too few samples for one.
+    The interval is (0, inf) if there are too few samples for an interval.
     """
 
     median: float
@@ -68,7 +68,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What other programs did during a measurement."""
+    """The use of CPUs during a measurement, by other programs and by this process."""
 
     other: float
     """CPUs that other programs used on average."""
@@ -82,11 +82,11 @@ class Load:
     """Threads of the measured models."""
     seconds: float
     disturbed: bool
-    """Whether the threads cannot have had CPUs for themselves."""
+    """Whether other programs must have used CPUs of the measured threads."""
 
     @property
     def other_fraction(self) -> float:
-        """The part of the machine (0 to 1) that other programs and machines used."""
+        """The fraction of this machine's CPUs (0 to 1) that other programs and other virtual machines used."""
         return (self.other + self.steal) / self.cpus
 
 
@@ -140,7 +140,8 @@ class RepeatedComparison:
     control: SpeedUp | None
     """The baseline compared with itself."""
     before: Latency | None
-    """The latency of the baseline over all turns of all processes; None if the time was over before the first ended."""
+    """The latency of the baseline over all turns of all processes; None if the time was over before the first process
+    ended."""
     after: Latency | None
     """The latency of the new model, over the same turns."""
     seconds: float

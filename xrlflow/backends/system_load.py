@@ -27,7 +27,8 @@ class Reading:
 
 
 def read() -> Reading:
-    """The counters now. Reading takes about 50 microseconds, so do it before and after a measurement, not inside."""
+    """Read the counters. Reading takes about 50 microseconds, so call this function before and after a measurement, not
+    inside."""
     times: Any = psutil.cpu_times()
     # `user` and `nice` include guests. Counters that a system lacks (macOS, Windows) count as 0.
     busy = times.user + getattr(times, "nice", 0.0) + times.system

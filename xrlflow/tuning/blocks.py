@@ -325,7 +325,8 @@ def _convolved(
 
 
 def _padding(workload: ConvBlock) -> list[int]:
-    """The padding at the top, left, bottom and right: as much as the last window reaches beyond the image."""
+    """The padding at the top, left, bottom and right: at the end, as many pixels as the last window reaches beyond the
+    image."""
     ends = [
         max(0, (out - 1) * stride + window - size - before)
         for out, stride, window, size, before in zip(

@@ -24,7 +24,7 @@ from xrlflow.workers import Kind, WorkerError, WorkerFactory, WorkerPool
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A job, and the libraries that it runs, by their paths on the sender's machine."""
+    """A job, and the contents of the libraries that it runs, by their paths on the sender's machine."""
 
     job: Job
     libraries: Mapping[str, bytes]

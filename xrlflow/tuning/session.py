@@ -208,7 +208,7 @@ def tune(
 
 
 class _Measuring:
-    """The given measurer, or a new pool, which starts when there is something to measure."""
+    """Measures with the given measurer, or with a new pool, which starts when there is something to measure."""
 
     def __init__(self, pool: Measurer | PoolOptions | None) -> None:
         self._options = pool if isinstance(pool, PoolOptions) else PoolOptions()
@@ -383,7 +383,7 @@ class _Session:
             self._measuring += time.monotonic() - start
 
     def _turn(self, state: _State, count: int) -> bool:
-        """Spend `count` trials on a task. Returns whether it has candidates left."""
+        """Spend `count` trials on a tuning task. Returns whether it has candidates left."""
         stored = min(count, len(state.stored))
         for _ in range(stored):
             self._spend(state, state.stored.popleft())

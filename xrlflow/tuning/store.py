@@ -193,8 +193,8 @@ class Store:
         ]
 
     def state(self, device: str) -> str | None:
-        """A text that changes whenever kernels may have been tuned further (on a server: on this device); None if there
-        are no records."""
+        """A text that changes whenever kernels may have been tuned further (on a server: on this device); None if the
+        store has no records."""
         if isinstance(self.path, Path):
             return str(os.stat(self.path).st_mtime_ns) if self.path.exists() else None
         rows = self._file.read("SELECT count(*) FROM record WHERE device = ?", (device,))

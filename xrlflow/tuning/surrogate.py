@@ -107,7 +107,7 @@ class Surrogate:
 
     @property
     def ready(self) -> bool:
-        """Whether there are enough measurements, of this layer or of others, for a prediction."""
+        """Whether there are enough measurements, of this layer or of other layers, for a prediction."""
         times = self._seconds.values()
         enough = len(times) >= _FEWEST and len({t for t in times if math.isfinite(t)}) >= _FEWEST_FINE
         return enough or len(self._others) > 0
@@ -126,7 +126,8 @@ class Surrogate:
         return _vectors([self._candidates[key] for _, key in order[:count]])
 
     def promising(self, count: int) -> list[tuple[Vector, float]]:
-        """The vectors of the best supposed kernels (see `suppose`) with their scores, best first."""
+        """The vectors of the best decoded but unmeasured kernels (see `suppose`) with their predicted scores, best
+        first."""
         supposed = list(self._supposed.values())
         scores = self.rank(supposed)
         order = np.argsort(-scores, kind="stable")[:count]

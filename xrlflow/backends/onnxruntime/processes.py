@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 GRACE = 0.03
-"""A process that was begun in time may exceed the time limit by this part of it."""
+"""A process that was started in time may exceed the time limit by this fraction of the limit."""
 _MOST_PROCESSES = 80
 _ENOUGH_PROCESSES, _FEWEST_PROCESSES = 12, 5
 """If there is no time for `_ENOUGH_PROCESSES` processes, each process takes fewer turns. Its turns last at least as
@@ -243,7 +243,7 @@ def _latency(samples: Sequence[Sample], model: int) -> Latency | None:
 
 
 class FreshProcesses:
-    """Processes in which two models are loaded and timed, one process at a time. See `worker.Sampler`."""
+    """Starts processes in which two models are loaded and timed, one process at a time. See `worker.Sampler`."""
 
     def __init__(self, setup: Setup) -> None:
         # A process in which NumPy runs threads could not be forked safely.

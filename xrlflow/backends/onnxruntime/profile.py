@@ -21,7 +21,8 @@ _MOST_RUNS = 100
 
 @dataclass(frozen=True, slots=True)
 class OperatorTime:
-    """How many kernels of one operator a run has, and their milliseconds. Kernels of subgraphs count by themselves."""
+    """The number of kernels of one operator in a run, and their milliseconds. The time of a kernel does not include
+    kernels of its subgraphs, which count by themselves."""
 
     op: str
     calls: float
@@ -78,7 +79,7 @@ def profile_operators(
 
 
 def summed(events: Iterable[Mapping[str, Any]], skipped: int = 0) -> OperatorProfile:
-    """The profile that follows from the events of a trace, without the first `skipped` runs."""
+    """The profile that is computed from the events of a trace, without the first `skipped` runs."""
     timed = sorted((e for e in events if "dur" in e), key=lambda e: (e["ts"], -e["dur"]))
     runs = [e for e in timed if e.get("cat") == "Session" and e.get("name") == "model_run"][skipped:]
     if not runs:

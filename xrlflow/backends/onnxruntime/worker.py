@@ -28,7 +28,7 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is the same in all processes of a comparison."""
+    """The arguments that are the same in all processes of a comparison."""
 
     before: ModelSource
     after: ModelSource
@@ -43,7 +43,7 @@ class Setup:
         return self.session_options is None or isinstance(self.session_options, Mapping)
 
     def sample(self, index: int, turns: int | None) -> Sample:
-        """A sample of new sessions in this process. Every other one (odd `index`) begins with the new model."""
+        """A sample of new sessions in this process. Every other sample (odd `index`) begins with the new model."""
         return sample(
             (self.before, self.after), self.feeds, turns=turns, swapped=index % 2 == 1, threads=self.threads,
             optimization=self.optimization, session_options=self.session_options,

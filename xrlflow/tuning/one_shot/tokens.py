@@ -36,8 +36,8 @@ _LEAST = 1e-6
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
     """The tokens of N choices of one layer. `loops`: [N, LOOPS, LOOP_FEATURES] (zeros: no such loop). `knobs`: the
-    algorithm (one-hot) and the knobs, [N, KNOB_FEATURES]. `kernel`: [N, KERNEL_FEATURES]. `task`: the layer,
-    [TASK_FEATURES]."""
+    algorithm (one-hot) and the knobs, [N, KNOB_FEATURES]. `kernel`: [N, KERNEL_FEATURES]. `task`: the features of the
+    layer and the machine, [TASK_FEATURES]."""
 
     loops: Floats
     knobs: Floats

@@ -74,7 +74,8 @@ class Network(nn.Module):
         return parameter
 
     def forward(self, loops: Tensor, knobs: Tensor, kernel: Tensor, task: Tensor) -> Tensor:
-        """Scores [N] of choices: loops [N, LOOPS, .], knobs [N, .], the kernel and the layer of each, [N, .]."""
+        """The scores of N choices, [N]. The features: of loops [N, LOOPS, .], of knobs [N, .], of kernels [N, .], and
+        of the layer of each choice [N, .]."""
         w = self._of
         kinds = (knobs[:, :ALGORITHMS] @ w("algorithm")).unsqueeze(1)
         tokens = [

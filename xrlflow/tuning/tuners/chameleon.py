@@ -149,8 +149,8 @@ class View:
 
 
 class Observation(NamedTuple):
-    """The state of a walk: the vector [K], which knobs can be moved [K], and the length of a move, as a fraction of the
-    knob's number of values [K]."""
+    """The state of a walk: the vector [K], which knobs can be moved [K], and the length of each knob's move, as a
+    fraction of the knob's number of values [K]."""
 
     view: View
     vector: Indices
@@ -161,7 +161,8 @@ class Observation(NamedTuple):
 class Agent(nn.Module):
     """Actor and critic, together with all measurements so far.
 
-    Both are tanh networks with two hidden layers of 20, as in the paper, and all knobs share them.
+    Both are tanh networks with two hidden layers of 20 units, as in the paper. The same networks are applied to all
+    knobs.
     """
 
     def __init__(self, seed: int, hidden: int = 20) -> None:
@@ -479,8 +480,8 @@ def walk(
 def groups(points: Floats, step: int, limit: int, knee: float, generator: np.random.Generator) -> Floats:
     """Group points [N, F] by k-means; returns the centres [G, F].
 
-    G is a multiple of `step`. It grows while each larger number divides the sum of squared distances by more than
-    `knee`. It is at most `limit` and at most N.
+    G is a multiple of `step`. G grows as long as each larger number of groups divides the sum of squared distances by
+    more than `knee`. G is at most `limit` and at most N.
     """
     limit = min(limit, len(points))
     best, loss = kmeans(points, min(step, limit), generator)

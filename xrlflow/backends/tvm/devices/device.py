@@ -58,7 +58,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Feed:
-    """A request to set the inputs of a model. `model`: its number in the order of loading."""
+    """A request to set the inputs of a model. `model`: the model's number in the order of loading."""
 
     model: int
     arrays: tuple[Array, ...]
@@ -118,7 +118,7 @@ class Device:
             raise
 
     def load(self, path: str | os.PathLike[str], interface: Interface) -> RemoteModel:
-        """Upload a library that `TvmModel.save` wrote, and load it there. Raises DeviceError."""
+        """Upload a library that `TvmModel.save` wrote, and load it on the device. Raises DeviceError."""
         return RemoteModel(self, self._ask(_Load(os.fspath(path))), interface)
 
     def compare(self, models: Sequence[RemoteModel], feeds: Feeds, *, time_limit: float) -> Comparison:

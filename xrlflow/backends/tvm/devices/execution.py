@@ -45,7 +45,8 @@ class ExecutionTarget:
 def find_target(
     cpu: str | None, triple: str | None, remote: Remote | None, threads: int | None
 ) -> ExecutionTarget:
-    """The target that the options describe. The default of a remote device is the processor that it reports.
+    """The target that the options describe. The default processor of a remote device is the processor that the device
+    reports.
 
     Raises BackendError for a processor that LLVM does not know, or whose code the device cannot run, and DeviceError (a
     BackendError) if the device does not answer.

@@ -59,8 +59,8 @@ class Remote:
 def connect(remote: Remote, *, patience: float = PATIENCE, limit: float = 0.0) -> Any:
     """A session with the device (TVM's RPCSession). The device ends it after `limit` seconds (0: never).
 
-    If the tracker does not list the device, it is asked again for `patience` seconds. A device that is in use is
-    awaited for `patience` seconds, and at least one. Raises DeviceError.
+    If the tracker does not list the device, it is asked again for `patience` seconds. If the device is in use, the call
+    waits for `patience` seconds, at least one second. Raises DeviceError.
     """
     tvm()
     from tvm import rpc
@@ -116,8 +116,8 @@ def _keys(tracker: socket.socket, remote: Remote) -> list[str]:
 
 
 def count_devices(remote: Remote) -> int:
-    """The number of devices with this key; 1 if the tracker does not answer, because opening a session then reports
-    why."""
+    """The number of devices with this key; 1 if the tracker does not answer, because the opening of a session will
+    report the reason."""
     tvm()
     try:
         with socket.create_connection((remote.host, remote.port), timeout=_REPLY_SECONDS) as tracker:

@@ -126,8 +126,9 @@ class _Reader:
         return self._reshaped(value.args[0])
 
     def _scaled(self, operand: Any) -> tuple[Any, ScoreStep | None]:
-        """Splits the multiplication or division by a number off an operand of the first product. Returns the operand
-        without it, and the step that does the same to the scores."""
+        """Split a multiplication or division by a number off an operand of the first product. Returns the operand
+        without the number, and a step that multiplies or divides the scores by the number instead (None: the operand
+        has no such number)."""
         value = self._own(operand)
         if value is None or operator(value) not in ("relax.multiply", "relax.divide"):
             return operand, None

@@ -1,9 +1,9 @@
 """Cuts chains of element-wise operators whose fused kernel would take minutes to compile.
 
-TVM writes a fused kernel as one expression, which repeats an operand for each use of it: with n operators that each
-read the one before twice, the first occurs 2^n times. LLVM's code generation, too, replaces variables by their
-definitions, so that nested functions (exp of exp of exp) grow as fast. If the expression would be too large, one
-operator gets a kernel of its own: the operators after it read its result from memory.
+TVM writes a fused kernel as one expression, which repeats an operand for each use of it: with n operators, each of
+which reads the result of the operator before twice, the first operator occurs 2^n times. LLVM's code generation, too,
+replaces variables by their definitions, so that nested functions (exp of exp of exp) grow as fast. If the expression
+would be too large, one operator gets a kernel of its own: the operators after it read its result from memory.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _terms(function: Any, counts: Sequence[float]) -> float:
 
 
 def _statements(statement: Any) -> Iterator[Any]:
-    """A statement and those in it, in the order in which they run."""
+    """A statement and the statements in it, in the order in which they run."""
     yield statement
     inside = [getattr(statement, name, None) for name in ("block", "init", "body", "then_case", "else_case")]
     for part in (*inside, *getattr(statement, "seq", ())):

@@ -37,7 +37,7 @@ class Check:
 
 def complain(checks: Sequence[Check], ends: Any) -> None:
     """Raise BackendError for the first check that fails. `ends`: the least and the greatest number of each tensor,
-    [checks, 2]. (It is the additional output of the model.)"""
+    [checks, 2]. (`ends` is the additional output of the model.)"""
     for check, (least, greatest) in zip(checks, ends.tolist(), strict=True):
         if trouble := check.trouble(least, greatest):
             raise BackendError(trouble)

@@ -19,8 +19,8 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 
 
 def use_direct_norm(module: Any, machine: Machine) -> Any:
-    """The module with one kernel for each depthwise convolution in "main" and the normalisation after it, if that is
-    estimated to be faster than two kernels."""
+    """The module with one kernel for each depthwise convolution in "main" and the normalisation after it, if one kernel
+    is estimated to be faster than two."""
     return with_kernels(module, _normalised(Function(module["main"]), machine))
 
 

@@ -14,7 +14,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 
 
 def last_passes(machine: Machine) -> list[Pass]:
-    """The passes that lower the operators of "main" to primitive functions and fuse them."""
+    """A list of the passes that lower the operators of "main" to primitive functions, and then fuse these."""
     tvm()
     from tvm import relax
 

@@ -1,5 +1,5 @@
-"""Finds convolutions and products with constant weights in a Relax function, and chooses a kernel for each of them with
-the steps after it."""
+"""Finds convolutions and products with constant weights in a Relax function, and chooses a kernel for each of them,
+together with the element-wise steps after it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def chosen_in(module: Any) -> tuple[AlgorithmChoice, ...]:
 
 
 def plain(workload: LayerWorkload, machine: Machine) -> Algorithm:
-    """The plain algorithm of an untuned compilation: one that saves no multiplications."""
+    """The plain algorithm that an untuned compilation chooses for a layer. Plain algorithms save no multiplications."""
     if isinstance(workload, direct.Convolution):
         return Algorithm.DIRECT if direct.gains(workload, machine) else Algorithm.TILES
     wide = workload.columns >= 2 * machine.lanes and 4 * workload.terms * workload.columns >= _LEAST_WEIGHTS
@@ -105,7 +105,8 @@ def plain(workload: LayerWorkload, machine: Machine) -> Algorithm:
 
 
 def estimates(workload: LayerWorkload, machine: Machine) -> dict[Algorithm, float]:
-    """The estimated times of the algorithms from which an untuned compilation chooses, the plain one first."""
+    """The estimated times of the algorithms from which an untuned compilation chooses for a layer, with the plain
+    algorithm first."""
     costs = {plain(workload, machine): tiles_cost(workload, machine)}
     for algorithm in algorithms_of(workload):
         if algorithm.m is not None:
@@ -115,7 +116,7 @@ def estimates(workload: LayerWorkload, machine: Machine) -> dict[Algorithm, floa
 
 
 def _layers(function: Any) -> int:
-    """The number of operators in a function with constant weights."""
+    """The number of operators with constant weights in a function."""
     from tvm.ir import GenericConst
 
     values = [binding.value for block in function.body.blocks for binding in block.bindings]

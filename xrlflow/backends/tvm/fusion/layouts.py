@@ -162,7 +162,7 @@ def _tensors(call: Any) -> list[Any]:
 
 
 def _joined(call: Any, builder: Any) -> Any:
-    """A transposition of a transposed tensor as one transposition, or as none."""
+    """Merge a transposition of a transposed tensor into one transposition, or into none if the two cancel."""
     from tvm import relax
 
     before, axes = _transposition_of(call.args[0], builder), axes_of(call)

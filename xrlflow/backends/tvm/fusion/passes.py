@@ -20,7 +20,8 @@ DUMP = "XRLFLOW_DUMP"
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass: `run` maps a Relax module to another. `name` is part of the name of the file with that module."""
+    """A pass: `run` maps a Relax module to another. `name` is part of the name of the file into which the resulting
+    module is written."""
 
     name: str
     run: Callable[[Any], Any]

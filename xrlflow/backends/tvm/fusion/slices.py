@@ -61,7 +61,8 @@ def separate(module: Any) -> Any:
 
 
 def _is_computed(part: Any, builder: Any) -> bool:
-    """Whether a part is computed by more than element-wise operators and operators that move elements."""
+    """Whether the computation of a part contains other operators than element-wise ones and those that move
+    elements."""
     from tvm import relax
 
     bound = builder.lookup_binding(part) if isinstance(part, relax.Var) else None
@@ -72,7 +73,8 @@ def _is_computed(part: Any, builder: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A slice of a tensor of this shape: the elements from `offset` on along `axis`."""
+    """A slice of a concatenated tensor. `shape`: the shape of the concatenated tensor. The slice begins at index
+    `offset` along `axis`."""
 
     shape: tuple[int, ...]
     axis: int
@@ -253,8 +255,8 @@ def _variables(value: Any) -> Iterator[Any]:
 
 
 def sliced(function: Any, positions: Sequence[int], part_slice: Slice) -> Any | None:
-    """The kernel changed so that its parameters at these positions are concatenated tensors, of which it uses the slice
-    `part_slice`. None for a kernel that takes the address of such a parameter."""
+    """A copy of the kernel `function` whose parameters at these positions are concatenated tensors, of which it uses
+    the slice `part_slice`. None for a kernel that takes the address of such a parameter."""
     from tvm import tirx
     from tvm.ir.expr import TensorLoad, TensorRegion
     from tvm.tirx.analysis import undefined_vars

@@ -1,4 +1,5 @@
-"""Single layers: a convolution or product with the steps after it, as a Relax module, and the schedules of its kernel.
+"""Single layers: a convolution or product with the steps after it, as a Relax module, and the schedules of the module's
+kernel.
 
 A model's layer usually gets its kernel from Relax's fusion, with the tile that a heuristic chooses. To use another
 tile, the layer is compiled as a module of its own, and its kernel and operands replace the layer in the model.
@@ -169,7 +170,8 @@ class OnlyKernel:
 
 
 def only_kernel(module: Any) -> OnlyKernel | None:
-    """The kernel of a fused module that consists of one call; None if it has other expressions or several kernels."""
+    """The kernel of a fused module that consists of one call; None if the module has other expressions or several
+    kernels."""
     from tvm import tirx
 
     bindings = [binding for block in module["main"].body.blocks for binding in block.bindings]
@@ -214,7 +216,7 @@ def spliced(module: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def arguments(alone: OnlyKernel, scheduled: Any, workload: LayerWorkload) -> list[Floats] | None:
-    """The arguments of a layer's scheduled kernel, with random values; None if it packs its weights in an unknown
+    """The arguments of a layer's scheduled kernel, with random values; None if the kernel packs weights in an unknown
     order."""
     from tvm import relax
 

@@ -85,7 +85,7 @@ class Timings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmChoice:
-    """The algorithm of a layer in a compiled graph."""
+    """The algorithm that was chosen for a layer of a compiled graph, with its estimated errors."""
 
     layer: str
     """The kind and dimensions of the layer, as text."""
@@ -112,7 +112,7 @@ class AlgorithmChoice:
 
 
 def multiplies_less(choices: Iterable[AlgorithmChoice]) -> bool:
-    """Whether a layer has an algorithm that is not plain."""
+    """Whether an algorithm with fewer multiplications was chosen for one of the layers."""
     return not all(each.plain for each in choices)
 
 
@@ -209,7 +209,7 @@ def _price(now: AlgorithmOption, other: AlgorithmOption) -> float:
 def shared_out(
     names: Sequence[str], selected: Sequence[AlgorithmOption], others: int
 ) -> list[AlgorithmChoice]:
-    """The selected options, each with its part of the variance of all layers."""
+    """The selected options, each with its part of the variance of rounding errors of all layers."""
     total = math.fsum(c.shares for c in selected) + others
     return [
         AlgorithmChoice(name, c.algorithm.value, c.error, c.shares / total, c.most)

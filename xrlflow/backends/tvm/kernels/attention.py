@@ -128,8 +128,8 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlocking:
-    """The blocking of the kernel: the rows of a tile; the columns of a panel of keys and of a panel of values, in
-    vectors of `lanes` and `value_lanes`; and the number of parts into which the rows of a head are divided among
+    """The blocking of an attention kernel: the rows of a tile; the columns of a panel of keys and of a panel of values,
+    in vectors of `lanes` and `value_lanes`; and the number of parts into which the rows of a head are divided among
     threads."""
 
     rows: int
@@ -173,7 +173,7 @@ def _vectors(lanes: int) -> list[int]:
 
 
 def _whole(extent: int, step: int) -> int:
-    """The least multiple of `step` that is at least `extent`."""
+    """The smallest multiple of `step` that is at least `extent`."""
     return -(-extent // step) * step
 
 
@@ -316,8 +316,8 @@ class _Head:
         return self._k[self._workload.k.at(self._head, d, n)]
 
     def _pack_keys(self) -> None:
-        """Pack keys as [panel, depth, column]; columns after the last key are 0. The loops read k in the order of
-        memory."""
+        """Pack keys as [panel, depth, column]; columns after the last key are 0. The loops read keys in the order in
+        which they lie in memory."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 

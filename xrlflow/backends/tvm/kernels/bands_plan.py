@@ -25,7 +25,7 @@ _STEP, _FUNCTION, _SUM, _SPILLED, _FAR = 2.0, 30.0, 2.0, 10.0, 1.0
 
 
 def untuned_blocking(workload: ConvBlock, machine: Machine) -> BandBlocking | None:
-    """The blocking in an untuned compilation; None: one kernel for each convolution."""
+    """The blocking that an untuned compilation uses for an inverted residual; None: one kernel for each convolution."""
     return best_blocking(workload, machine) if gains(workload, machine) else None
 
 

@@ -1,8 +1,8 @@
 """Many small products of matrices, as one kernel.
 
 The second matrix of a product stays in the first-level cache, and is read without packing. If tiles do not divide the
-rows or columns, a last tile or vector overlaps the one before: some results are computed twice, but nothing is copied
-or padded.
+rows or columns, the last tile or vector overlaps the one before it: some results are computed twice, but nothing is
+copied or padded.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class _Product:
         self._done = T.alloc_buffer((len(workload.steps) + 1, blocking.lanes), FLOAT, scope=LOCAL)
 
     def tile(self, first: Any, starts: Sequence[int]) -> None:
-        """Compute the results of a tile: of the rows from `first` on, in the vectors that begin at these columns."""
+        """Compute the results of one tile. `first`: its first row; `starts`: the first column of each of its
+        vectors."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 

@@ -64,7 +64,7 @@ def lanes_of(vector: Any) -> int:
 
 
 def where(condition: Any | None, body: Callable[[], None]) -> None:
-    """Run `body` under a condition. With None it runs always."""
+    """Write `body` under a condition (None: without a condition)."""
     from tvm.script.ir_builder import tirx as T
 
     if condition is None:

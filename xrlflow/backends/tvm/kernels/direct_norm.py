@@ -72,7 +72,7 @@ def best_blocking(workload: Convolution, machine: Machine) -> DirectBlocking | N
 
 
 def is_depthwise(workload: Convolution) -> bool:
-    """Whether this is a depthwise convolution of images."""
+    """Whether the workload is a depthwise convolution of (two-dimensional) images."""
     return len(workload.image) == 4 and workload.groups == workload.image[3] == workload.out[3] > 1
 
 
@@ -91,7 +91,7 @@ def _rows(workload: Convolution) -> int:
 
 
 def _busiest(workload: Convolution, blocking: DirectBlocking, machine: Machine) -> int:
-    """The number of rows that the busiest core computes."""
+    """The number of rows of results that the busiest core computes."""
     return -(-workload.out[0] * blocking.bands(workload) // machine.cores) * blocking.band
 
 

@@ -1,8 +1,8 @@
 """The kernels of convolutions and of products with constant weights, under one interface.
 
-Each `Algorithm` but TILES has a `LayerKernel` in `KERNELS`: it says which layers it can compute, which blockings there
-are, which one has the least estimated time, and how the kernel is written. A `KernelChoice` is an algorithm with a
-blocking. All choices for a layer are the design space of a tuner.
+Each `Algorithm` but TILES has a `LayerKernel` in `KERNELS`: it says which layers it can compute, which blockings the
+kernel may have, which of these has the least estimated time, and how the kernel is written. A `KernelChoice` is an
+algorithm with a blocking. All choices for a layer are the design space of a tuner.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def is_typed(blocking: Any) -> bool:
 
 
 def is_product(workload: LayerWorkload) -> bool:
-    """Whether a layer is a product, or a convolution that multiplies each pixel with one matrix."""
+    """Whether a layer is a product, or a pointwise convolution, which multiplies each pixel with the same matrix."""
     return isinstance(workload, products.Product) or (
         math.prod(workload.window) == math.prod(workload.strides) == workload.groups == 1
         and not any(workload.begin)

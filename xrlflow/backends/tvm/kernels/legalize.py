@@ -120,7 +120,8 @@ def _default(name: str) -> Callable[[Any, Any], Any]:
 
 
 def _last_axes(x: Any, axes: Any | None) -> list[int] | None:
-    """These axes of a tensor (None: all) in ascending order; None if the last axis in memory is not among them."""
+    """The axes `axes` of a tensor (None: all axes) in ascending order; None if the last axis in memory is not among
+    them."""
     shape = sizes(x, "float32")
     if not shape or 0 in shape:
         return None
@@ -271,7 +272,7 @@ def _reduced(
     """The reduction of `x` over some axes, as a function from an index without these axes to the result. `join`
     combines two parts.
 
-    The last axis is reduced in two parts if it is the last one in memory and vectors do not divide it.
+    The last axis is reduced in two parts if it is also the last axis in memory and vectors do not divide it.
     """
     from tvm import te
 

@@ -67,7 +67,7 @@ def weights_of(workload: LayerWorkload, choice: KernelChoice) -> int:
 
 
 def _product(workload: products.Product, blocking: products.ProductBlocking) -> list[Loop]:
-    """The loops over tasks, panels, chunks, tiles of rows, terms."""
+    """The loops of a product kernel, over tasks, panels, chunks, tiles of rows, and terms."""
     block, columns, terms = min(blocking.block, workload.rows), blocking.columns, workload.terms
     panels, vectors = -(-blocking.panels(workload) // blocking.parts), columns // blocking.lanes
     chunk, rows = products.chunk_of(terms), min(blocking.rows, block)
@@ -84,8 +84,8 @@ def _product(workload: products.Product, blocking: products.ProductBlocking) -> 
 
 
 def _tiles(workload: LayerWorkload, blocking: ratings.TileBlocking) -> list[Loop]:
-    """The loops over tiles along one dimension of the results, and along the other; taps; chunks of channels;
-    channels."""
+    """The loops of TVM's loops in tiles: over tiles along one dimension of the results, tiles along the other
+    dimension, taps, chunks of channels, and channels."""
     tile = blocking.tile
     rows, columns, vectors = tile.rows, tile.columns, tile.columns // tile.lanes
     if isinstance(workload, products.Product):
@@ -110,7 +110,8 @@ def _tiles(workload: LayerWorkload, blocking: ratings.TileBlocking) -> list[Loop
 
 
 def _direct(workload: direct.Convolution, blocking: direct.DirectBlocking) -> list[Loop]:
-    """The loops over tasks, panels, rows of a band, tiles of pixels, lines of the window, channels."""
+    """The loops of a direct kernel, over tasks, panels, rows of a task, tiles of pixels, lines of the window, and
+    channels."""
     lines, across = workload.window[0] * workload.window[1], workload.window[2]
     band, span, panels = (
         min(blocking.band, workload.results[1]),
@@ -154,7 +155,7 @@ def _direct(workload: direct.Convolution, blocking: direct.DirectBlocking) -> li
 
 
 def _winograd(workload: winograd.WinogradConvolution, blocking: winograd.WinogradBlocking) -> list[Loop]:
-    """The loops over tasks, panels, points, chunks of channels, tiles of rows, channels."""
+    """The loops of a Winograd kernel, over tasks, panels, points, chunks of channels, tiles of rows, and channels."""
     points, vectors = workload.n * workload.n, blocking.columns // blocking.lanes
     panels = -(-blocking.panels(workload) // blocking.parts)
     block, columns, channels = blocking.block, blocking.columns, workload.channels
@@ -178,8 +179,8 @@ def _winograd(workload: winograd.WinogradConvolution, blocking: winograd.Winogra
 
 
 def loops_of_bands(workload: bands.ConvBlock, blocking: bands.BandBlocking) -> list[Loop]:
-    """The loops over tasks and blocks of channels, then the first loop of each part of a block: expansion, windows,
-    projection."""
+    """The loops of a kernel for an inverted residual: over tasks and over blocks of channels, and then the first loop
+    of each part of a block (expansion, windows, projection)."""
     rows, width, out = blocking.rows(workload), workload.image[2], workload.out[2]
     blocks, vectors = -(-blocking.blocks(workload) // blocking.parts), blocking.block // blocking.lanes
     taps = math.prod(workload.window)

@@ -44,7 +44,7 @@ class Along:
         return tirx.all(position >= 0, position < self.image)
 
     def nearest(self, pixel: Any, tap: Any) -> Any:
-        """The pixel of the image that is nearest to the one that a tap reads."""
+        """The pixel of the image that is nearest to the position that a tap reads."""
         from tvm import tirx
 
         pixel_read = self.position(pixel, tap)

@@ -71,8 +71,8 @@ def _legal(
     along: tuple[Along, Along],
     mean: bool | None,
 ) -> Any | None:
-    """The call of the kernel; None if a window has no elements. `mean`: None for the greatest elements; for means,
-    whether the added pixels count as elements."""
+    """The call of the pool's kernel; None if a window has no elements. `mean`: None for the greatest elements; for
+    means, whether the added pixels count as elements."""
     from tvm import relax
 
     image = sizes(call.args[0])

@@ -161,7 +161,8 @@ def _time_of_term(workload: Product, blocking: ProductBlocking, machine: Machine
     vectors = blocking.columns // blocking.lanes
 
     def tile(rows: int) -> float:
-        """The time of a tile. With fewer than 8 accumulators, multiplications wait for one another."""
+        """The estimated time of a tile of this many rows. With fewer than 8 accumulators, multiplications wait for one
+        another."""
         return max(rows * vectors, 8) + _BROADCAST * rows + _VECTOR * vectors
 
     whole, remainder = divmod(blocking.block, blocking.rows)
@@ -218,7 +219,7 @@ def kernel(workload: Product, blocking: ProductBlocking) -> Any:
 
 
 class _Task:
-    """Writes the loops of one task into the function that is being built."""
+    """Writes the loops of one task (iteration of the parallel loop) into the function that is being built."""
 
     def __init__(
         self,

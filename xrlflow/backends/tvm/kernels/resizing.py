@@ -94,8 +94,8 @@ class Along:
         return self.image // common, self.result // common
 
     def repeated(self) -> tuple[int, int]:
-        """The first period that equals the middle one, and how many such periods follow one another. (At the borders
-        weights differ.)"""
+        """The number of the first period whose weights equal those of the middle period, and how many such periods
+        follow one another. (At the borders weights differ.)"""
         _, results = self.period
         count = self.result // results
         middle = count // 2

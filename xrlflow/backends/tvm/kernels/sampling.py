@@ -123,7 +123,7 @@ def _power(value: int) -> int:
 
 class _Sampler:
     """Writes the loops into the function that is being built. `buffers`: image, grid and result. Indices of columns may
-    exceed a row: rows follow each other in memory, so that a vector goes on in the next one."""
+    exceed a row: rows follow each other in memory, so that a vector goes on in the next row."""
 
     def __init__(self, workload: Sampling, machine: Machine, buffers: Sequence[Any]) -> None:
         from tvm.script.ir_builder import tirx as T
@@ -267,7 +267,7 @@ class _Sampler:
         return tirx.Select(near, point, spread(0.0 if corners else -0.5, together))
 
     def _pixel(self, x: Any, extent: int) -> tuple[Any, Any]:
-        """The row or column of the image that position x (an integer, or NaN) stands for, and whether x is inside."""
+        """The row or column of the image that is read for position x (an integer, or NaN), and whether x is inside."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 

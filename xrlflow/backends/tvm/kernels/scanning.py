@@ -196,7 +196,7 @@ class _Top:
         return number(_LAST) - (entry & tirx.const(_LAST, _INT64)).astype(_INT32)
 
     def _select(self, keys: Any) -> None:
-        """Put the best of the keys into the heap, the best first."""
+        """Put the best of the keys into the heap, and sort it with the best first."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 

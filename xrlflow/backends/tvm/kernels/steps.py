@@ -19,7 +19,7 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """An operand that was computed before: by the convolution or product (0), or by the step of this number (from 1
+    """An operand that was computed before: by the convolution or product (0), or by the step with this number (from 1
     on)."""
 
     step: int

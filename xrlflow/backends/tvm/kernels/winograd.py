@@ -220,7 +220,7 @@ def cost(workload: WinogradConvolution, blocking: WinogradBlocking, machine: Mac
     """The estimated time until the busiest core has finished, in multiply-adds of vectors at a core's peak.
 
     The factors were fitted to 400 measured blockings of 14 layers on Zen 5. The best blocking by this estimate took
-    1.00 to 1.06 times as long as the fastest measured one, and 1.18 times for one layer.
+    1.00 to 1.06 times as long as the fastest measured blocking, and 1.18 times as long for one layer.
     """
     points, vectors = workload.n * workload.n, blocking.columns // blocking.lanes
     tasks = -(-workload.tiles // blocking.block) * blocking.parts * workload.groups
@@ -301,7 +301,7 @@ def kernel(workload: WinogradConvolution, blocking: WinogradBlocking) -> Any:
 
 
 class _Block:
-    """Writes the loops of one task into the function that is being built."""
+    """Writes the loops of one task (iteration of the parallel loop) into the function that is being built."""
 
     def __init__(
         self,
@@ -585,7 +585,7 @@ def _applied(matrix: Matrix, vectors: Sequence[Any]) -> list[Any]:
 
 
 def _sum(factors: npt.NDArray[np.float64], vectors: Sequence[Any]) -> Any | None:
-    """The sum of vectors times factors; None if all factors are 0."""
+    """The sum of vectors times factors; None (which stands for zero) if all factors are 0."""
     total: Any | None = None
     for factor, vector in sorted(zip(factors, vectors), key=lambda pair: -pair[0]):
         if factor == 0.0:

@@ -36,13 +36,13 @@ _DIRECT_CHUNK = 16 * 9
 
 
 def _outlier_channels(rng: np.random.Generator, shape: tuple[int, ...]) -> Doubles:
-    """Numbers with heavy tails (Student's t), which are 50 times as large in one of eight channels."""
+    """Random numbers with heavy tails (Student's t). One of eight channels has numbers that are 50 times as large."""
     scales = np.where(np.arange(shape[-1]) % _OUTLIERS == 0, _LARGE, 1.0)
     return rng.standard_t(3.0, shape) * scales
 
 
 def _smooth(rng: np.random.Generator, shape: tuple[int, ...]) -> Doubles:
-    """Images of one brightness, with a slope of its own in each channel."""
+    """Random images of nearly constant brightness, with a different slope in each channel."""
     slopes = _SLOPE * rng.standard_normal((2, shape[0], 1, 1, shape[3]))
     rows, columns = np.mgrid[: shape[1], : shape[2]][..., None]
     return np.asarray(1.0 + slopes[0] * rows + slopes[1] * columns)
@@ -108,7 +108,7 @@ def relative_errors(weights: Floats, *sizes: int, seed: int = 0) -> list[Errors]
 
 
 def _square(difference: Doubles) -> Doubles:
-    """The mean square [distribution, output channel]."""
+    """The mean square of a difference over tiles and their results: [distribution, output channel]."""
     return np.asarray(np.mean(difference**2, axis=(1, 2, 3)))
 
 

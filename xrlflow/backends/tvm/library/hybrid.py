@@ -292,7 +292,8 @@ def _without_node(graph: GraphProto, region: Region, results: Sequence[str]) -> 
 
 
 def _computed(carrying: Callable[[str], ModelProto]) -> str:
-    """The digest of what regions compute. `carrying`: returns the model with regions in a domain of the given name."""
+    """The digest of what the regions of a model compute. `carrying`: returns the model with regions in a domain of the
+    given name."""
     domain = "xrlflow.unnamed"
     return region_digest(carrying(domain), domain)
 

@@ -70,8 +70,8 @@ _LONGEST_NAME = 100
 class CompiledRegion:
     """A region's execution plan, and the module with its kernels. `inputs` and `outputs`: their names in the model.
 
-    `weights`: further inputs of the region's node, with their types as ONNX numbers them. Kernels do not read them,
-    since they have copies. `chosen`: the algorithms of layers.
+    `weights`: further inputs of the region's node, with their types as ONNX numbers them. Kernels do not read these
+    inputs, since the library has copies of the weights. `chosen`: the algorithms that were chosen for layers.
     """
 
     plan: ExecutionPlan
@@ -122,7 +122,8 @@ class KernelLibrary:
     domain: str
 
     def save(self, path: Path, options: Sequence[str] = (), profiled: int = 0) -> None:
-        """Compile and link the library, with further options of the C compiler. It is written completely or not at all.
+        """Compile and link the library, with further options of the C compiler. The file is written completely or not
+        at all.
 
         `profiled`: the number of steps in all plans, for a library that measures each of them (see `operator_times`).
         Raises BackendError if there is no C compiler, if it fails, or if the file cannot be written.

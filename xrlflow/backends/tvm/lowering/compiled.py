@@ -87,7 +87,7 @@ class TvmModel:
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each input that the model was compiled for."""
+        """The shape of each input for which the model was compiled, by name."""
         return {value.name: value.shape for value in self.interface.inputs}
 
     @property
@@ -166,7 +166,7 @@ class TvmModel:
     def settled(
         path: str | os.PathLike[str], interface: Interface, threads: int, chosen: tuple[AlgorithmChoice, ...]
     ) -> TvmModel:
-        """A model that another process saved to a temporary file. Raises BackendError."""
+        """The model that another process has saved to a temporary file at `path`. Raises BackendError."""
         model = TvmModel(None, interface, threads, chosen)
         model._settle(path)
         return model
@@ -248,7 +248,8 @@ def _is_description(description: Path) -> bool:
 
 
 def _linked_by(triple: str, command: str) -> Any:
-    """TVM's linking function: the default for this system, otherwise one with the compiler of the other system."""
+    """TVM's linking function: the default function for this system; for another system, a function that calls that
+    system's compiler."""
     from tvm.support import cc
 
     return cc.cross_compiler(command, options=["-lm"]) if compiler(triple) != "cc" else None
@@ -355,7 +356,7 @@ def interface_of(module: Any, model: Any, machine: Machine) -> Interface:
 
 
 def check_runs_here(interface: Interface, what: str = "") -> None:
-    """Raise BackendError if the model's code has instructions that this machine lacks, since it would crash."""
+    """Raise BackendError if the model's code has instructions that this machine lacks, since running it would crash."""
     missing = lacking(interface.triple, interface.cpu)
     if missing:
         raise BackendError(

@@ -40,7 +40,8 @@ class Product:
 
 
 def product_of(equation: str) -> Product | None:
-    """The product of matrices that an equation means; None for any other equation, and for products with a vector."""
+    """The product of matrices that an equation describes; None for any other equation, and for products with a
+    vector."""
     operands, arrow, out = equation.replace(" ", "").partition("->")
     first, comma, second = operands.partition(",")
     if not comma or "," in second or "." in equation:

@@ -263,7 +263,7 @@ def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> 
 
 def _pool(op: str, node: Imported, attrs: Any) -> Any:
     """The attributes of a pool with its padding in numbers. Raises BackendError if ONNX Runtime's windows differ from
-    ONNX's (TVM scales the windows of LpPool by the elements that they have within the image)."""
+    ONNX's (TVM scales the windows of LpPool by the number of elements within the image)."""
     if op == "LpPool" and attrs.get("ceil_mode", 0):
         raise node.refused("with ceil_mode")
     shape = sizes(node.inputs[0])

@@ -142,7 +142,7 @@ class _Rows:
         return self.node.emit(relax.op.reshape(weight, (self.length,)))
 
     def precise(self, x: Any) -> Any:
-        """The tensor in the precision in which sums are computed."""
+        """The tensor, cast to the precision in which sums are computed."""
         from tvm import relax
 
         return self.node.emit(relax.op.astype(x, "float32")) if str(x.ty.dtype) == "float16" else x
@@ -277,7 +277,7 @@ def _roi_align(node: Imported) -> None:
 
 
 def _space_to_depth(node: Imported) -> None:
-    """SpaceToDepth: refuse the other order of channels, which TVM's importer ignores."""
+    """SpaceToDepth: refuse the attribute for another order of channels, which TVM's importer ignores."""
     if node.attributes.get("mode", b"DCR") not in (b"DCR", "DCR"):
         raise node.refused("with another mode than DCR")
 
@@ -289,7 +289,8 @@ def _remainder(node: Imported) -> None:
 
 
 def _shift(node: Imported) -> None:
-    """BitShift: refuse signed integers. LLVM leaves shifts of negative numbers, and by negative numbers, undefined."""
+    """BitShift: refuse signed integers. In LLVM, shifts of negative numbers and shifts by negative numbers are
+    undefined."""
     if not str(node.inputs[0].ty.dtype).startswith("uint"):
         raise node.refused("of numbers with a sign")
 

@@ -1,4 +1,4 @@
-"""The execution plan of a compiled graph: its kernels in their order, and where each tensor is in memory.
+"""The execution plan of a compiled graph: the sequence of its kernels, and where each tensor is in memory.
 
 After Relax's passes, "main" of a module of scheduled kernels only allocates tensors, calls kernels and names results.
 The plan is read from this list. Memory is planned here: tensors that are not in use at the same time share it.
@@ -230,7 +230,7 @@ class _Reading:
         raise BackendError(f"{_title(value)} needs TVM's runtime")
 
     def _output_view(self, value: Any) -> _View:
-        """An output as a tensor. A shape is a tensor in ONNX."""
+        """The tensor of an output. If the output is a shape, it becomes a tensor, as in ONNX."""
         from tvm import relax, tirx
 
         if isinstance(value, relax.ShapeExpr) and all(isinstance(n, tirx.IntImm) for n in value.values):

@@ -30,7 +30,7 @@ def name_of(sch: Any, block: Any) -> str:
 
 
 def inline_scalars(sch: Any) -> None:
-    """Inline blocks that only compute scalars, so that `can_have_partial_sums` may be true."""
+    """Inline blocks that only compute scalars, so that `can_have_partial_sums` may become true."""
     outputs = outputs_of(sch)
     for block in blocks_of(sch):
         if not list(sch.get_loops(block)) and name_of(sch, block) not in outputs:
@@ -38,8 +38,8 @@ def inline_scalars(sch: Any) -> None:
 
 
 def can_have_partial_sums(sch: Any) -> bool:
-    """Whether TVM's rfactor works: it fails with an internal error if there is a block without loops next to the split
-    one."""
+    """Whether TVM's rfactor works: it fails with an internal error if there is a block without loops next to the block
+    that is split."""
     return all(list(sch.get_loops(block)) for block in blocks_of(sch))
 
 
@@ -162,7 +162,7 @@ def _behind(sch: Any, anchor: str, block: Any) -> bool:
 
 
 def unroll(sch: Any, reductions: Sequence[Any]) -> None:
-    """Unroll the reductions if they have few steps; otherwise (large kernels) only the innermost loops."""
+    """Unroll the reductions if they have few steps; otherwise (for large kernels) unroll only the innermost loops."""
     steps = 1
     for loop in reversed(reductions):
         steps *= int(sch.get(loop).extent)

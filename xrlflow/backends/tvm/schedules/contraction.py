@@ -199,7 +199,7 @@ class Prepared:
 
 
 def prepare(sch: Any, block: Any, contraction: Contraction) -> Prepared:
-    """Inline everything possible around a contraction, and analyse the remaining blocks."""
+    """Inline as many blocks as possible around a contraction, and analyse the remaining blocks."""
     inline_copies(sch, block)
     if contraction.weights is None:
         # A condition for each vector costs less than a padded copy in memory, whose elements would be read only as

@@ -39,7 +39,8 @@ def schedule_rows(sch: Any, anchors: Sequence[Any], machine: Machine) -> None:
 
 def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
     """Run all blocks on one row after the other, while it is in the cache: softmax, normalisations, and means that are
-    read along rows. Returns False if rows are not alike, or too few for all threads.
+    read along rows. Returns False, and schedules nothing, if the blocks do not have the same rows, or too few for all
+    threads.
 
     All reductions must have the same first dimensions (the rows) and reduce all others. The last block must have these
     first dimensions, and at least one more.
@@ -119,7 +120,8 @@ def _is_dear(sch: Any, block: Any, reductions: set[str]) -> bool:
 
 
 def partial_lanes(along: int, lanes: int) -> int:
-    """The number of partial results of a reduction along a row, which are one vector; 0 if there is a single result.
+    """The number of partial results of a reduction along a row, which are one vector; 0 if the reduction has a single
+    (scalar) result.
 
     Half vectors serve short rows. A long row is better reduced in two parts (see `kernels.legalize`).
     """

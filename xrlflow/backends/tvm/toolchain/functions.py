@@ -150,7 +150,8 @@ def clamped(x: Any, low: float, high: float) -> Any:
 
 
 def _exp(x: Any) -> Any:
-    """exp(x) = 2^n exp(r), where r = x - n ln 2 is at most half of ln 2. The power has two factors, since n can be 128.
+    """exp(x) = 2^n exp(r), where r = x - n ln 2 is at most half of ln 2. The power has two factors, since n can be 128,
+    for which 2^n is no float.
 
     Adding x / ln 2 to a number whose last place is worth 1 rounds it to n. The last bits of the sum are n + 254: the
     sum of the exponents of both factors.

@@ -82,7 +82,7 @@ def is_short(exponent: float) -> bool:
 
 
 def _constant(y: Any) -> float | None:
-    """The value of a constant, or of a vector of one constant; None for other expressions."""
+    """The value of a constant, or of a vector whose lanes are all the same constant; None for other expressions."""
     from tvm import tirx
 
     if isinstance(y, tirx.Broadcast):

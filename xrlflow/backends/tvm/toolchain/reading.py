@@ -52,7 +52,7 @@ def with_calls(module: Any, replace: Callable[[Any, Any], Any | None]) -> Any:
 
 
 def with_main(module: Any, mutator: Any) -> Any:
-    """The module of a mutator after it has visited "main", with all functions that it added."""
+    """The module that a mutator returns after it has visited "main", with all functions that it added."""
     main = mutator.visit_expr(module["main"])
     result = mutator.builder_.get()
     result.update_func(result.get_global_var("main"), main)

@@ -40,8 +40,8 @@ _ARCHITECTURES = {
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The properties of a processor on which schedules depend: LLVM's names of the system and the processor, the number
-    of cores, the floats in a vector, the vector registers, and the bytes of a core's second-level cache. `in_halves`:
-    vectors are computed half by half."""
+    of cores, the number of floats in a vector, the number of vector registers, and the bytes of a core's second-level
+    cache. `in_halves`: vectors are computed half by half."""
 
     triple: str
     cpu: str
