@@ -1,7 +1,7 @@
 """Deep Q-learning, for comparison with PPO, in one file.
 
 It is double Q-learning (van Hasselt et al., 2016) with replay, a target network and epsilon-greedy exploration (Mnih
-et al., 2015). The network is that of `Agent`, whose scores are the values of actions here, so agents are saved and
+et al., 2015). The network is that of `Agent`, but its scores are the values of actions here. So agents are saved and
 used like those of PPO.
 """
 

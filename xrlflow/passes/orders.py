@@ -153,7 +153,7 @@ def _name(source: Source | files.StandardInput) -> str:
 
 def _comparable(compiler: Compiler, source: Source | files.StandardInput) -> Module:
     """The module in a file. Raises CompilerError, with the file's name, if a search would be useless because results
-    cannot be compared: the module does not run on this machine, or two runs of it differ.
+    cannot be compared: the module does not run on this machine, or two runs of the module differ.
     """
     module, name = read(compiler, source), _name(source)
     try:

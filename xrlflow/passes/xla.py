@@ -1,9 +1,9 @@
 """XLA's HLO passes on the CPU, one at a time, in worker processes (`hlo_passes` lists the passes and defines what one
 pass is).
 
-A module is a serialized HloModuleProto after XLA's importer: what the next pass, and finally XLA's compiler, will see.
-This process does not load jaxlib; workers do, because some passes abort the process if certain other passes have not
-run before. Such a pass counts as failed, and the module stays as it was.
+A module is a serialized HloModuleProto after XLA's importer, as the next pass, and finally XLA's compiler, will see
+it. This process does not load jaxlib; workers do, because some passes abort the process if certain other passes have
+not run before. Such a pass counts as failed, and the module stays as it was.
 
 `operations` counts the live instructions of all computations that are used, without parameters, constants, tuples and
 their elements (see `hlo.counts`). Bytes and flops are those of XLA's cost analysis.

@@ -1,7 +1,7 @@
 """One optimisation, phase by phase: prepare, explore, finish, results.
 
-Each phase takes values and returns values, and reads a `Context`. The phase `finish` is a loop over candidates: each is
-compared with the original, verified and decided on. All phases represent a model as an `Artifact`.
+A phase is a function of values, and reads a `Context`. The phase `finish` is a loop over candidates: each candidate is
+compared with the original, verified, and accepted or rejected. All phases represent a model as an `Artifact`.
 """
 
 from xrlflow.pipeline.results import Result

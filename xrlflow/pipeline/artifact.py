@@ -14,8 +14,8 @@ from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, ModelError, Source, save, size_of
 from xrlflow.storage.files import cannot_write
 
-# The number of latest artifacts that are remembered, and of those that have a file. A comparison needs two files, and a
-# candidate with generated kernels is compiled from a third.
+# How many of the latest artifacts stay in memory, and how many of these have a file. A comparison needs two files, and
+# a candidate with generated kernels is compiled from a third one.
 _REMEMBERED, _FILES = 64, 4
 
 
@@ -33,7 +33,7 @@ class Original:
 
     @cached_property
     def file(self) -> str:
-        """The path of the model as a file: the user's own, or one in the temporary folder."""
+        """The path of the model as a file: the user's own file, or one in the temporary folder."""
         if not isinstance(self.runnable, bytes):
             return self.runnable
         file = Path(self.folder) / "original.onnx"
@@ -68,12 +68,13 @@ class Artifact:
 
     @cached_property
     def size(self) -> int:
-        """The approximate size of the file in bytes. Constants are not evaluated for it."""
+        """The approximate size of the file in bytes. Constants are not evaluated for this estimate."""
         return size_of(self.imported, self.graph)
 
     @property
     def file(self) -> str:
-        """The path of its file, which may exceed 2 GB. The file exists until four other artifacts are asked for theirs.
+        """The path of the artifact's file, which may exceed 2 GB. The file exists until `file` was called for four
+        other artifacts.
 
         Raises ModelError if the graph cannot be written.
         """
@@ -82,7 +83,7 @@ class Artifact:
 
 @dataclass(slots=True, eq=False)
 class Artifacts:
-    """The artifacts of one optimisation, each once. Each of their files is in a new folder inside `folder`."""
+    """The artifacts of one optimisation, each once. Each file is in a new folder of its own inside `folder`."""
 
     folder: str
     _artifacts_by_key: OrderedDict[tuple[int, int], Artifact] = field(default_factory=OrderedDict, init=False)

@@ -1,4 +1,6 @@
-"""Attempts, each with another cost model, one after the other until a result is faster than the original."""
+"""Attempts at an optimisation, each with another cost model, one after the other until a result is faster than the
+original.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,17 @@ CANDIDATES: Mapping[str, Source] = {
 }
 """For each backend, the source of the candidates that come from a search."""
 
-# How many of the rules that cannot apply because a dimension may be 0 are named in a note.
+# How many rules a note names, of those that cannot apply because a dimension may be 0.
 _NAMED = 3
-# The part of an agent's training time that is spent on correcting the costs that it learns from.
+# The fraction of an agent's training time that is spent on correcting the costs from which it learns.
 _CORRECTING = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A search, its result, and the decision on it. `context`: without the rules that broke a graph."""
+    """A search, its result, and the decision on this result. `context`: the context without the rules that broke a
+    graph.
+    """
 
     context: Context
     start: Start
@@ -45,11 +49,11 @@ class Attempt:
 
 
 def attempted(context: Context) -> Attempt:
-    """The first attempt whose result is accepted, or the very first if none is.
+    """The first attempt whose result is accepted; if no result is accepted, the first attempt of all.
 
-    A later attempt has the time that earlier ones left, and generates no kernels. After Ctrl-C none begins. Raises what
-    `Source` raises, and OptionError; VerificationFailed only where the user fixed the graph by a trace, or asked for a
-    compiled model.
+    A later attempt has the time that earlier attempts left, and generates no kernels. After Ctrl-C no attempt begins.
+    Raises what `Source` raises, and OptionError; VerificationFailed only if the user fixed the graph by a trace, or
+    requires a compiled model.
     """
     options, clock = context.options, context.clock
     if context.unwritable:
@@ -80,7 +84,7 @@ def attempted(context: Context) -> Attempt:
 
 
 def _needing_sizes(library: Library) -> list[str]:
-    """A note on rules that were refused because a dimension may be 0; those with most refusals come first."""
+    """A note on rules that were refused because a dimension may be 0; the rules with most refusals come first."""
     refusals = {name: stats.refused[MAY_BE_EMPTY] for name, stats in library.stats.items()}
     names = sorted(
         (name for name, count in refusals.items() if count), key=lambda name: (-refusals[name], name)
@@ -95,7 +99,7 @@ def _needing_sizes(library: Library) -> list[str]:
 
 
 def _none(context: Context) -> Attempt:
-    """The attempt that keeps the original, where no file that is written of the model can replace it."""
+    """The attempt that returns the original, for a model of which no written file can replace the original."""
     model, graph = Roofline(bindings=context.imported.bindings), context.imported.graph
     base = SearchNode(RewriteState.start(graph, context.library), None, model.cost(graph))
     explored = Explored(SearchResult(base, (base,), 0, 0, 0.0, False), ())
@@ -103,8 +107,10 @@ def _none(context: Context) -> Attempt:
 
 
 def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> Attempt:
-    """Search, choose, verify and measure. `later`: without generated kernels; it raises NoTimeLeft if predicting the
-    costs of all substitutions, which may be thousands, would take all of the search's time."""
+    """Search, choose, verify and measure. `later`: this is not the first attempt, so it generates no kernels. A later
+    attempt raises NoTimeLeft if predicting the costs of all substitutions, which may be thousands, would take all of
+    the search's time.
+    """
     with context.clock.phase("calibrate"):
         model = cost_model(context, cost)
         if later and isinstance(model, Learned):
@@ -112,7 +118,7 @@ def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> At
         begin = start(context, model)
         if isinstance(model, Learned):
             model.until = math.inf
-    if not context.options.train_steps:  # preparing a large model may have used the search's time
+    if not context.options.train_steps:  # preparing a large model may have used up the search's time
         context.clock.share()
     if isinstance(model, Learned):
         begin = _corrected(context, begin, model)
@@ -127,9 +133,10 @@ def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> At
 
 
 def _finished(attempt: Attempt, source: Source) -> Attempt:
-    """The attempt with the decision on its candidates. If a rule broke a graph, all of its substitutions are removed,
-    and the remaining graphs are decided on again. If no rule is to blame, or it is unknown which, the original
-    stays."""
+    """The attempt with the decision on its candidates. If a rule broke a graph, all substitutions of this rule are
+    removed from the search's graphs, and the decision is made again on the resulting graphs. If no rule is to blame,
+    or the rule is unknown, the original stays.
+    """
     context = attempt.context
     while True:
         try:
@@ -146,7 +153,7 @@ def _finished(attempt: Attempt, source: Source) -> Attempt:
 
 
 def _without(attempt: Attempt, rule: str) -> Attempt:
-    """The attempt without a rule: each graph without the rule's substitutions and those that depend on them."""
+    """The attempt without a rule: each graph without the rule's substitutions and without those that depend on them."""
     begin = restarted(attempt.context, attempt.start, [rule])
 
     def without_rule(node: SearchNode) -> SearchNode:
@@ -167,8 +174,9 @@ def _without(attempt: Attempt, rule: str) -> Attempt:
 
 
 def _corrected(context: Context, start: Start, model: Learned) -> Start:
-    """The start with costs that are fitted to this model. This happens only where an agent will learn from the costs,
-    has training time, and models can be measured."""
+    """The start with costs that are fitted to this model. They are fitted only if an agent will learn from them, if it
+    has training time, and if models can be measured; otherwise the start is returned as it is.
+    """
     until = context.clock.budget.train_until
     options = context.options
     if not options.train_steps or options.replay is not None or context.feeds is None or until is None:

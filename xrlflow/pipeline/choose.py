@@ -1,5 +1,5 @@
-"""Plain files as candidates: measurements of whole models choose among the search's proposals and variations of
-them."""
+"""Plain files as candidates: measurements of whole models decide among the search's proposals and variations of
+these."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ from xrlflow.report import nothing_chosen, operators
 from xrlflow.rewrite import RewriteState
 from xrlflow.search import Limits, Ratio, SearchNode, Selection, greedy, joined, retrace, select
 
-# Substitutions may be measured that increase the modelled cost by this part of it, since they may be faster in reality.
+# Substitutions that increase the modelled cost by up to this fraction may be measured, since they may be faster in
+# reality.
 _TOLERANCE = 0.02
-# A comparison of two models ends early when its interval is so far from 1, or so narrow.
+# A comparison of two models ends early when its confidence interval is at least this far from 1 (first number), or is
+# this narrow (second number).
 _DECIDED, _NARROW = 0.01, 0.02
 # The smallest time limit of a comparison, in seconds.
 _COMPARE_AT_LEAST = 0.5
-# Loading models for a comparison is stopped after this many times the seconds that the whole comparison may take.
+# If loading the models of a comparison takes this many times as long as the whole comparison may take, it is stopped.
 _PATIENCE = 3.0
-# The parts of the remaining selection time for measuring substitutions in context: those of the best proposal (which is
-# measured first), and those that could be added to it.
+# The fractions of the remaining selection time for measuring substitutions in context: first for the substitutions of
+# the best proposal, second for the substitutions that could be added to it.
 _LOOKING_BACK, _LOOKING_AHEAD = 0.25, 0.15
 # Families of rules that clean up after other rules.
 _TIDYING = frozenset({"identity", "reshape", "slices", "transpose"})
@@ -52,7 +54,7 @@ class Unrunnable(BackendError):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The proposal that was chosen, by measurement if there was one (`selection`).
+    """The chosen proposal, with the measurements that decided (`selection`), if there were any.
 
     `chosen`: None if no proposal is worth a comparison with the original.
     """
@@ -83,12 +85,16 @@ def propose(context: Context, start: Start, explored: Explored) -> Proposal:
 
 
 def plain(context: Context, start: Start, explored: Explored) -> Candidates:
-    """The proposal that measurements choose or, without measuring, the first one, as a plain file. See `Source`."""
+    """The candidate is the fastest proposal by measurements or, without measuring, the first proposal, as a plain
+    file. See `Source`.
+    """
     return (yield from offer(context, start, explored, propose(context, start, explored)))
 
 
 def offer(context: Context, start: Start, explored: Explored, proposal: Proposal) -> Candidates:
-    """A proposal as a plain file, if there is one. Raises VerificationFailed if the file is no valid model."""
+    """A proposal as a candidate in a plain file; no candidate if nothing was chosen. Raises VerificationFailed if the
+    file is no valid model.
+    """
     chosen, decision = proposal.chosen, Finished(None, "", selection=proposal.selection)
     if chosen is None:
         return replace(decision, reason=nothing_chosen(proposal.selection, explored.late))
@@ -164,16 +170,16 @@ def choose(
 
 @dataclass(slots=True)
 class Trials:
-    """Comparisons of whole models, and searches for models to compare, until `deadline` (time.monotonic)."""
+    """Compares whole models, and searches for models to compare, until `deadline` (time.monotonic)."""
 
     context: Context
     start: Start
     history: History
     deadline: float
     careful: bool = False
-    """Each comparison gets enough time for a confidence interval, without which it is not stored."""
+    """Each comparison gets enough time for a confidence interval; comparisons without an interval are not stored."""
     strict: bool = False
-    """While no graph is faster than the original, one that the runtime refuses raises Unrunnable."""
+    """As long as no graph is faster than the original, a graph that the runtime refuses raises Unrunnable."""
     count: int = field(default=0, init=False)
     stored: int = field(default=0, init=False)  # comparisons stored in the history so far
     best: float | None = field(default=None, init=False)  # the greatest speed-up over the original so far
@@ -183,7 +189,9 @@ class Trials:
         self.context.say("select", self.count, 0, "measuring substitutions where they stand")
 
     def compare(self, against: SearchNode | None, node: SearchNode) -> Ratio:
-        """The speed-up of `node` over the original (None) or another node; `_REFUSED` if it cannot be run."""
+        """The speed-up of `node` over `against`, which is another node or, if None, the original; `_REFUSED` if `node`
+        cannot be run.
+        """
         context = self.context
         if not context.fits(node):
             growth = context.options.max_growth
@@ -228,11 +236,11 @@ class Trials:
         return base if base.fingerprint == self.context.imported.graph.fingerprint else None
 
     def search(self, node: SearchNode, rules: frozenset[str]) -> SearchNode:
-        """The result of a greedy search with these rules only. It has the candidates of all rules."""
+        """The result of a greedy search with these rules only, as a node that has the candidates of all rules."""
         library = self.context.library
         state = RewriteState.start(node.state.graph, library.only(rules), node.state.delta)
         result = greedy(state, node.cost, Limits(self.context.options.budget, self.deadline))
-        if result.interrupted:  # the caller keeps its best choice
+        if result.interrupted:  # the caller stays with its best choice
             raise KeyboardInterrupt
         better = result.best
         if better.path is None:

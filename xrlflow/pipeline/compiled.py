@@ -30,7 +30,7 @@ from xrlflow.verify import Verification
 
 Export = Callable[[Graph], str]
 """Writes a graph as an ONNX file and returns the path."""
-# How many proposals are compiled at most, besides the original graph.
+# The maximum number of proposals that are compiled, besides the original graph.
 _AT_MOST = 3
 
 
@@ -39,15 +39,16 @@ class Lowered:
     """A compiled graph."""
 
     node: SearchNode
-    path: str  # of the shared library
+    path: str  # the path of the shared library
     model: TvmModel
-    milliseconds: float | None = None  # None: not measured
-    compared: RepeatedComparison | None = None  # on a remote device: with the compiled original
+    milliseconds: float | None = None  # the latency; None: not measured
+    compared: RepeatedComparison | None = None  # on a remote device: relative to the compiled original
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The result of `lower_best`, with remarks for the user. `interrupted`: by Ctrl-C, before anything was compared."""
+    """The result of `lower_best`, with remarks for the user. `interrupted`: Ctrl-C came before anything was
+    compared."""
 
     lowered: Lowered
     remarks: tuple[str, ...]
@@ -55,8 +56,8 @@ class Choice:
 
 
 def candidates(context: Context, start: Start, explored: Explored) -> Candidates:
-    """The compiled proposal that runs fastest; if that computes something else, the same one with plain kernels. See
-    `Source`.
+    """The candidates: first the compiled proposal that runs fastest; if it computes something else, the same proposal
+    with plain kernels. See `Source`.
 
     VerificationFailed names a rule if the graph is wrong in ONNX Runtime as well.
     """
@@ -75,7 +76,7 @@ def candidates(context: Context, start: Start, explored: Explored) -> Candidates
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A compiled model as a candidate. It is always accepted, whatever its comparison with ONNX Runtime says."""
+    """A compiled model as a candidate. It is always accepted, even if it is slower than ONNX Runtime."""
 
     context: Context
     choice: Choice
@@ -157,20 +158,20 @@ def lower_best(
 ) -> Choice:
     """Compile the imported graph and the best proposals, and choose the one that runs fastest.
 
-    Kernels that the store has are compiled as they were tuned. With `feeds`, all models are measured in interleaved
-    samples, together with the original in ONNX Runtime; without, only the best by modelled cost is compiled. A remote
-    device has no ONNX Runtime, so there the compiled original is the baseline. Compiling stops when another model would
-    exceed the time left. `hurried`: only the best proposal is compiled, and measuring takes less time. On Ctrl-C, and
-    if the models cannot be measured, the model compiled first is chosen. Raises BackendError if the original graph
-    cannot be compiled, and KeyboardInterrupt if nothing was compiled.
+    Kernels in the store are compiled as they were tuned. With `feeds`, runs of all models and of the original in ONNX
+    Runtime are measured in alternation; without `feeds`, only the best graph by modelled cost is compiled. A remote
+    device has no ONNX Runtime, so on it the compiled original is the baseline. Compiling stops when another model
+    would exceed the remaining time. `hurried`: only the best proposal is compiled, and measuring takes less time. On
+    Ctrl-C, and if the models cannot be measured, the model that was compiled first is chosen. Raises BackendError if
+    the original graph cannot be compiled, and KeyboardInterrupt if nothing was compiled.
     """
-    # If the original is the best, it is one of the proposals.
+    # If the original graph is the best one, it is among the proposals.
     different = {node.state.graph.fingerprint: node for node in proposals if node.cost < base.cost}
     cheaper = list(different.values())[: 1 if hurried else _AT_MOST]
     compiling = _Compiling(how, base, export, time_left, feeds is None)
     compiled = compiling.models
     try:
-        # Without measuring, the best by modelled cost that compiles is chosen.
+        # Without measuring, the best graph by modelled cost that compiles is chosen.
         compiling.compile_all([base, *cheaper] if feeds is not None else [*cheaper, base])
         if feeds is None:
             return Choice(compiled[0], tuple(compiling.remarks))
@@ -196,8 +197,9 @@ def lower_best(
 
 @dataclass(slots=True)
 class _Compiling:
-    """Compiles graphs one after the other: `models`, with remarks on failures. `alone`: stop after the first
-    success."""
+    """Compiles graphs one after the other. `models`: the compiled models, with remarks on failures. `alone`: stop
+    after the first success.
+    """
 
     how: Lowering
     base: SearchNode
@@ -229,8 +231,9 @@ class _Compiling:
 def _best_here(
     how: Lowering, original: str | bytes, compiled: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """The fastest model on this machine, by interleaved samples with the original in ONNX Runtime: (choice,
-    remarks)."""
+    """Choose the fastest model on this machine; its runs and those of the original in ONNX Runtime alternate. Returns
+    (choice, remarks).
+    """
     measured = measure(
         [original, *(lowered.path for lowered in compiled)], dict(feeds), threads=how.threads, time_limit=limit,
         target_width=0.02, control=False, session_options=how.session_options,
@@ -252,10 +255,10 @@ def _best_here(
 def _best_there(
     target: ExecutionTarget, compiled: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """The fastest model on the remote device, and its comparison with the first one: (choice, remarks).
+    """Choose the fastest model on the remote device, and compare it with the first one. Returns (choice, remarks).
 
-    The minimum of several measurements is biased, so the comparison is measured in another session. A model that is not
-    clearly faster in it is not chosen.
+    The minimum of several measurements is biased, so the comparison is measured in another session. A model that is
+    not clearly faster in this session is not chosen.
     """
     if len(compiled) == 1:
         return compiled[0], (
@@ -273,7 +276,8 @@ def _best_there(
     first = replace(compiled[0], milliseconds=times[0])
     if fastest == 0:
         return first, remarks
-    # A slow model needs the whole time for an interval; with others it ends when the interval is narrow.
+    # For a slow model, a confidence interval needs the whole time; for other models the comparison ends when the
+    # interval is narrow.
     again = compare_there(target, [files[0], files[fastest]], feeds, limit)
     text = f"measured again in another session, the fastest of them is {{}}clearly faster: {again.speedup}"
     if not again.speedup.faster:

@@ -1,4 +1,4 @@
-"""One candidate that ONNX Runtime runs: its comparison with the original in fresh processes, and its verification."""
+"""Judges one candidate that ONNX Runtime runs: compares it with the original in fresh processes, and verifies it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from xrlflow.verify import Status, Verification
 from xrlflow.verify.isolated import run_isolated
 
 NOT_MEASURED = "the result could not be measured"
-# The smallest time limit in seconds of a last comparison that decides nothing, as a compiled model is returned anyway.
+# The smallest time limit in seconds of a last comparison that decides nothing, because a compiled model is returned in
+# any case.
 _FINAL_AT_LEAST = 3.0
 
 
@@ -46,11 +47,12 @@ class Judging:
     start: Start
     node: SearchNode
     path: str
-    decision: Finished  # what the decision has already, such as the selection
+    decision: Finished  # the parts of the decision that exist already, such as the selection
     kernels: Sequence[Mapping[str, tuple[int, ...]]] = ()
-    """The file has generated kernels for inputs of each of these sizes. If it computes something else it is rejected,
-    and no substitution is to blame."""
-    decides: bool = True  # it is accepted only if a comparison shows that it is faster
+    """The file has generated kernels for inputs of each of these sizes. If the file computes something else, it is
+    rejected, and no substitution is blamed.
+    """
+    decides: bool = True  # whether the file is accepted only if a comparison shows that it is faster
     verification: Verification | None = field(default=None, init=False)
 
     def judged(self) -> Finished:
@@ -115,11 +117,11 @@ class Judging:
 def final(
     context: Context, path: str, verification: Verification | None, seconds: float | None = None
 ) -> RepeatedComparison | None:
-    """The reported speed-up of a result over the original, from fresh processes; None, with a note, if they fail for a
-    result that was verified, which runs.
+    """The reported speed-up of a result over the original, measured in fresh processes; None, with a note, if these
+    processes fail for a result that was verified (and so does run).
 
-    `seconds`: the time limit; by default all that is left of the optimisation's. Raises BackendError if a result that
-    was not verified cannot be measured.
+    `seconds`: the time limit; by default all time that is left for the optimisation. Raises BackendError if a result
+    that was not verified cannot be measured.
     """
     if seconds is None:
         seconds = max(_FINAL_AT_LEAST, context.clock.budget.until - time.monotonic())
@@ -133,7 +135,9 @@ def final(
 
 
 def decided(context: Context, path: str, check: Callable[[], bool]) -> RepeatedComparison:
-    """Whether a result is faster than the original; if it is, and passes `check`, also its reported speed-up."""
+    """The comparison that decides whether a result is faster than the original. If the result is faster, and passes
+    `check`, its reported speed-up is measured as well.
+    """
     now, budget = time.monotonic(), context.clock.budget
     patience = max(budget.end - budget.verification - now, 0.0)
     return _compared(context, path, budget.final(now), Deciding(check, budget.verification, patience))

@@ -1,4 +1,4 @@
-"""What all phases of an optimisation read: options, the model, paths of files, and the clock."""
+"""The context that all phases of an optimisation read: options, the model, paths of files, and the clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xrlflow.tuning.lowering import Lowering
 from xrlflow.tuning.one_shot.predictor import for_compiling
 from xrlflow.tuning.store import Store
 
-# A result may be this many bytes larger than the original, however small the original is.
+# A result may be this many bytes larger than the original, even if the original is small.
 _SPARE = 1 << 16
 
 
@@ -35,16 +35,16 @@ class Clock:
     limit: float  # the user's deadline
     verifying: bool = True
     compiled: bool = False
-    latency: float = 0.0  # roughly one run of the original; 0: unknown
-    loading: float = 0.0  # roughly the opening of a session with the original; 0: unknown
+    latency: float = 0.0  # rough duration of one run of the original; 0: unknown
+    loading: float = 0.0  # rough time to open a session with the original; 0: unknown
     compiling: float = 0.0  # expected time to choose and compile generated kernels
-    reserved: float = 0.0  # what is left of `compiling`
+    reserved: float = 0.0  # the part of `compiling` that is still reserved
     phases: dict[str, float] = field(default_factory=dict)
-    deadline: float = field(init=False)  # at first `limit`; `hurry` brings it forward
+    deadline: float = field(init=False)  # at first equal to `limit`; `hurry` sets an earlier deadline
     _begun_at: float | None = field(default=None, init=False)
     _hurried_at: float | None = field(default=None, init=False)
     _within: list[float] = field(default_factory=list, init=False)
-    """For each phase that is running, the seconds of the phases inside it."""
+    """For each phase that is running, the seconds that phases inside it have taken."""
 
     def __post_init__(self) -> None:
         self.deadline = self.limit
@@ -55,7 +55,7 @@ class Clock:
 
     @property
     def budget(self) -> Budget:
-        """How the time that is left is divided among the phases."""
+        """The division of the remaining time among the phases."""
         begin = next((at for at in (self._hurried_at, self._begun_at) if at is not None), self.begin)
         return Budget(
             begin, self.deadline - begin, self.latency, self.loading, self.verifying,
@@ -65,12 +65,13 @@ class Clock:
         )  # fmt: skip
 
     def share(self) -> None:
-        """Share out the time that is left again, beginning now."""
+        """Divide the time that remains now among the phases again."""
         self._begun_at = time.monotonic()
 
     def again(self) -> bool:
-        """Share out the time that is left for another attempt. Returns False, and changes nothing, if it is too short
-        for one, and after Ctrl-C."""
+        """Divide the remaining time among the phases of another attempt. Returns False, and changes nothing, if the
+        time is too short for an attempt, and after Ctrl-C.
+        """
         earlier = self._begun_at
         self.share()
         if not self.hurried and self.budget.useful:
@@ -86,7 +87,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str, since: float | None = None) -> Iterator[None]:
-        """Add the duration of a block to a phase, without that of phases inside the block."""
+        """Add the duration of a block to a phase, without the duration of phases inside the block."""
         begin = time.monotonic() if since is None else since
         self._within.append(0.0)
         try:
@@ -110,13 +111,14 @@ class Context:
     clock: Clock
     artifacts: Artifacts  # graphs as files, in a temporary folder
     listener: Listener | None = None
-    feeds: Mapping[str, Any] | None = None  # inputs for measurements; None: nothing is measured
+    feeds: Mapping[str, Any] | None = None  # inputs for measurements; None: no model is measured
     target: ExecutionTarget | None = None  # where a compiled model runs; None with ONNX Runtime
     store: Store | None = None  # measurements of kernels; None with ONNX Runtime
     database: Database | None = None  # prices of operators; None: `Profiled` opens one
     unwritable: str = ""
-    """Why no file that is written of the model can replace the original; "" if one can. Then nothing may be
-    compared."""
+    """Why no file that is written of the model can replace the original; "" if one can. If it is not "", nothing may
+    be compared.
+    """
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -152,7 +154,7 @@ class Context:
         return self.artifacts.of(self.imported, graph)
 
     def fits(self, node: SearchNode) -> bool:
-        """Whether the file of this result is not too large."""
+        """Whether the file of this graph is small enough for a result."""
         size = self.imported.size
         limit = max(self.options.max_growth * size, size + _SPARE)
         return self.artifact(node.state.graph).size <= limit

@@ -22,26 +22,29 @@ from xrlflow.search import Limits, Ratio, SearchNode, greedy, random_walk, retra
 
 # How many graphs are measured before the costs are fitted again.
 _AT_ONCE = 8
-# Each search of a round: the part of the remaining time that it may take, and the states that it expands.
+# For each search of a round: the fraction of the remaining time that it may take, and the number of states that it
+# expands.
 _SEARCHING, _EXPANDED = 0.1, 100
-# Random walks, for rounds in which searches find too few graphs: how many, and the maximum of steps of each.
+# Random walks, for rounds in which searches find too few graphs: the number of walks, and the maximum number of steps
+# of each.
 _WALKS, _STEPS = 24, 16
-# How many of the graphs that were measured to be faster are proposed.
+# How many of the graphs that were faster in measurements are proposed.
 _PROPOSED = 4
 # Standard deviation of the logarithm of the ratio of two sessions of one file, in addition to the interval of a ratio.
 _SESSIONS = 0.01
-# The part of the selection's time that may be used to measure the first proposals of a search.
+# The fraction of the selection's time that may be used to measure the first proposals of a search.
 _ORDERING = 0.2
 
 
 def corrected(context: Context, start: Start, model: Learned, until: float) -> Start:
-    """The start with costs that are fitted to measurements of this model, and with these (`Start.measured`).
+    """The start with costs that are fitted to measurements of graphs of this model, and with these measurements
+    (`Start.measured`).
 
-    Each round searches by the present costs, measures what the searches found against the first graph, and fits the
-    costs to the measurements: a search goes where its costs are wrong (DAgger; Ross, Gordon, Bagnell, 2011). Random
-    graphs are measured, too. The rounds end when there is no new graph, when a round gives no usable measurement (some
-    operators have no measured price, or other programs use the processors), and at `until` (time.monotonic). After
-    Ctrl-C the clock is hurried.
+    Each round searches by the present costs, measures the graphs that the searches found against the first graph, and
+    fits the costs to the measurements: a search leads to the graphs for which its costs are wrong (DAgger; Ross,
+    Gordon, Bagnell, 2011). Random graphs are measured, too. The rounds end when there is no new graph, when a round
+    gives no usable measurement (some operators have no measured price, or other programs use the processors), and at
+    `until` (time.monotonic). Ctrl-C ends the rounds and calls `Clock.hurry`.
     """
     measured: list[tuple[Ratio, SearchNode]] = []
     rng = random.Random(context.options.seed)
@@ -82,11 +85,11 @@ def corrected(context: Context, start: Start, model: Learned, until: float) -> S
 
 
 def ordered(context: Context, start: Start, explored: Explored) -> Explored:
-    """The result of a search with its proposals in a new order: the fastest first, by learned costs and measurements,
-    each weighted by its error, since learned costs may err by more than proposals gain.
+    """The result of a search with its proposals in a new order: the fastest first, by a mean of learned costs and
+    measurements, each weighted by its error. (The errors of learned costs may be greater than the gains of proposals.)
 
-    The search's first proposals are measured for that; the fastest of the graphs measured earlier are proposed as well.
-    After Ctrl-C, `Clock.hurry` moves the deadline, and nothing is measured.
+    The search's first proposals are measured for this order. The fastest of the graphs that were measured earlier
+    become proposals as well. After Ctrl-C, `Clock.hurry` moves the deadline, and nothing is measured.
     """
     ratios = {node.state.fingerprint: ratio for ratio, node in start.measured}
     proposals = {node.state.fingerprint: node for node in explored.proposals}
@@ -118,8 +121,9 @@ def ordered(context: Context, start: Start, explored: Explored) -> Explored:
 
 
 def _expected(start: Start, node: SearchNode, ratio: Ratio | None) -> float:
-    """The expected logarithm of a graph's speed-up over the start: the mean of the prediction and the measurement
-    (None: not measured), weighted by their variances."""
+    """The expected logarithm of a graph's speed-up over the start: the mean of the prediction and of the measurement
+    `ratio` (None: not measured), weighted by their variances.
+    """
     assert isinstance(start.model, Learned)
     predicted = start.model.predict(start.base.state.graph, node.state.graph)
     mean, spread = math.log(predicted.median), predicted.spread
@@ -133,7 +137,7 @@ def _expected(start: Start, node: SearchNode, ratio: Ratio | None) -> float:
 
 
 def _refused(refusals: Sequence[str]) -> list[str]:
-    """One note on all graphs that were refused; none without refusals."""
+    """One note on all graphs that were refused; an empty list without refusals."""
     if not refusals:
         return []
     return [f"{len(refusals)} graphs could not be measured; the first: {refusals[0]}"]
@@ -142,8 +146,9 @@ def _refused(refusals: Sequence[str]) -> list[str]:
 def _graphs_to_measure(
     context: Context, start: Start, until: float, measured_before: Collection[int], rng: random.Random
 ) -> list[SearchNode]:
-    """Graphs whose fingerprints are not in `measured_before`: those that searches find by the start's costs, then
-    random ones. Raises KeyboardInterrupt."""
+    """Graphs whose fingerprints are not in `measured_before`: first the graphs that searches find by the start's
+    costs, then random graphs. Raises KeyboardInterrupt.
+    """
     base, shortlists = start.base, []
     for search in (greedy, taso):
         now = time.monotonic()

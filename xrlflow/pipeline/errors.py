@@ -10,4 +10,4 @@ from xrlflow.storage.stores import StoreError
 from xrlflow.verify import VerificationError
 
 CORRECTABLE = (ModelError, BackendError, VerificationError, OptionError, TraceError, StoreError)
-"""Their messages are one line, and say what to do."""
+"""The messages of these errors are one line, and say what to do."""

@@ -31,16 +31,20 @@ if TYPE_CHECKING:
     from xrlflow.rl.parameters import Parameters
     from xrlflow.rl.world_model.learning import Learner
 
-# The least seconds of a search (of one with an agent, after that is loaded), unless later phases would lack them.
+# The minimum duration of a search in seconds (with an agent, counted after the agent is loaded), unless later phases
+# would lack this time.
 _SEARCH_AT_LEAST = 2.0
-# The limit of greedy search before an agent searches: seconds, and the part of the agent's training time.
+# The time limit of the greedy search before an agent searches: in seconds, and as a fraction of the agent's training
+# time.
 _GREEDY_SECONDS, _GREEDY_AT_MOST = 1.5, 0.1
-# The loss without the agent: from the geometric means of docs/benchmarks/latency.md, 1.131 and 1.133.
+# How much slower results are without the agent: from the geometric means of docs/benchmarks/latency.md, 1.131 and
+# 1.133.
 _LOST = "greedy search took its place, whose results are 0.2% slower on average"
-# Seconds to load the agent, and to load torch for one that will be trained.
+# Seconds to load the agent, and to load torch for an agent that will be trained.
 _AGENT_LOADING, _TORCH_LOADING = 0.5, 3.0
-# What an agent does before it searches with `rlflow`: steps in the user's graph, from which its world model learns, and
-# rounds in the world model (at least so many, each with at most so many steps and so many updates).
+# The training of an agent before it searches with `rlflow`: steps in the user's graph, from which its world model
+# learns; the minimum number of rounds in the world model; and the maximum numbers of steps and of updates in each
+# round.
 _DREAM_STEPS, _DREAM_ROUNDS, _DREAM_ROUND, _DREAM_UPDATES = 200, 5, 400, 30
 
 
@@ -48,9 +52,9 @@ _DREAM_STEPS, _DREAM_ROUNDS, _DREAM_ROUND, _DREAM_UPDATES = 200, 5, 400, 30
 class Explored:
     """The result of a search.
 
-    `proposals`: graphs whose files are not too large, the best by modelled cost first. `late`: why there was no time to
-    search, or "". `progress`: the number of graphs expanded, and the modelled seconds of the best so far, at each
-    improvement.
+    `proposals`: graphs whose files are not too large, the best by modelled cost first. `late`: why there was no time
+    to search, or "". `progress`: the number of graphs expanded, and the modelled seconds of the best graph so far, at
+    each improvement.
     """
 
     result: SearchResult
@@ -89,8 +93,8 @@ def search(
 ) -> SearchResult:  # fmt: skip
     """Search from a state, by the user's strategy. `history` receives the entries of `Explored.progress`.
 
-    `train_until`: the agent trains on this state until then (time.monotonic), and the time left afterwards is shared
-    out again. By default training takes a part of the search's time.
+    `train_until`: the agent trains on this state until then (time.monotonic), and the time that remains after the
+    training is divided among the phases again. By default training uses a part of the search's time.
     """
     options, clock = context.options, context.clock
     limits = Limits(options.budget, _at_least(context, clock.budget.search_until))
@@ -120,7 +124,7 @@ def _at_least(context: Context, until: float) -> float:
 def _with_agent(
     context: Context, base: SearchNode, model: CostModel, limits: Limits, train_until: float | None
 ) -> SearchResult:
-    """Search with the user's agent. If greedy search finds a better graph, the result is that."""
+    """Search with the user's agent. If greedy search finds a better graph, this graph is the result."""
     options = context.options
     if not base.state.candidates and options.agent is None:
         return SearchResult(base, (base,), 0, 0, 0.0, False)
@@ -130,7 +134,8 @@ def _with_agent(
         where = " in the search by the prices of kernels" if isinstance(model, PlacementCost) else ""
         context.notes.append(f"there was no time for the agent{where} (--time-limit): {_LOST}")
         return greedy(base.state, base.cost, limits)
-    # With slow cost models, greedy search would take all the time. (The agent's search begins greedily anyway.)
+    # Its time is limited because, with slow cost models, greedy search would take all the time. (The agent's search
+    # begins greedily anyway.)
     now = time.monotonic()
     quickly = now + (_GREEDY_SECONDS if train_until is None else _GREEDY_AT_MOST * (train_until - now))
     if limits.deadline is not None:
@@ -140,7 +145,7 @@ def _with_agent(
         return quick
     try:
         result = _by_agent(context, base, model, limits, train_until)
-    except KeyboardInterrupt:  # while the agent was being loaded, which takes seconds where torch is needed
+    except KeyboardInterrupt:  # during the loading of the agent, which takes seconds if torch is needed
         return replace(quick, interrupted=True)
     if quick.best.cost < result.best.cost:
         context.notes.append(f"greedy search found a better graph than {options.search}, and its is kept")
@@ -175,7 +180,7 @@ def _by_agent(
         until = train_until
         if until is None:
             until = context.clock.budget.train_in_search_until
-        # Without candidates there is nothing to learn.
+        # Without candidates the agent has nothing to learn.
         usable = bool(choices(base.state, {base.state.fingerprint}))
         if usable and options.search == RLFLOW:
             parameters, interrupted = _dreamt(context, base, path, featuriser, until)
@@ -269,7 +274,7 @@ def _dreamt(
             )  # fmt: skip
     except TrainingError as error:
         raise OptionError(f"search 'rlflow': {error}") from error
-    except KeyboardInterrupt:  # what the agent has learned so far is used
+    except KeyboardInterrupt:  # the search uses what the agent has learned so far
         interrupted = True
     trained = "1 round" if done == 1 else f"{done} rounds"
     context.notes.append(f"the agent trained in a world model of this model for {trained}")

@@ -1,4 +1,4 @@
-"""Where workers run: on this machine, or on a cluster that the user names."""
+"""Chooses where workers run: on this machine, or on a cluster that the user names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from xrlflow.workers import Processes, WorkerError, WorkerFactory
 
 @contextmanager
 def factory_of(ray: str | None) -> Iterator[WorkerFactory]:
-    """Processes of this machine, or the nodes of a Ray cluster ("local" or HOST:PORT), which is left at the end.
+    """Processes of this machine, or the nodes of a Ray cluster ("local" or HOST:PORT), from which this process
+    disconnects at the end of the block.
 
-    Raises OptionError if there is no such cluster, and in place of a WorkerError.
+    Raises OptionError if there is no such cluster, and in place of a WorkerError from the block.
     """
     check_ray(ray)
     try:

@@ -1,4 +1,4 @@
-"""Why an original does not run, where ONNX Runtime's own message does not tell."""
+"""Explains why an original does not run, if ONNX Runtime's own message does not say so."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _NO_KERNEL = re.compile(r"Could not find an implementation for (\w+)\(\d+\)")
 
 @contextmanager
 def explained(context: Context) -> Iterator[None]:
-    """Explain errors of the original that the block raises: by the element types for which there is no kernel, and by
-    whether ONNX Runtime runs the model with its optimiser off (then OriginalFails is raised, else the same error)."""
+    """Add explanations to the errors of the original that the block raises: the element types for which there is no
+    kernel, and whether ONNX Runtime runs the model with its optimiser off. If it does, OriginalFails is raised,
+    otherwise the same error.
+    """
     try:
         yield
     except InputsNeeded as error:
@@ -35,7 +37,7 @@ def explained(context: Context) -> Iterator[None]:
 
 
 def _operands(graph: Graph, op: str) -> str:
-    """The types of the operands of the first node with an operator, for a message: " (it reads bfloat16[3])"."""
+    """The operand types of the first node whose operator is `op`, for a message: " (it reads bfloat16[3])"."""
     for node in graph.topological():
         if node.op == op:
             return f" (it reads {', '.join(str(graph.type(v)) for v in node.explicit_inputs if v != ABSENT)})"

@@ -1,7 +1,7 @@
 """After the search: each candidate is compared with the original and verified, until one is accepted.
 
-Where candidates come from depends on the backend: plain files (`choose`), files with generated kernels (`kernels`),
-compiled libraries (`compiled`). The loop is the same.
+The source of candidates depends on the backend: plain files (`choose`), files with generated kernels (`kernels`),
+compiled libraries (`compiled`). The loop is the same for all sources.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from xrlflow.verify import Verification
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The decision on a candidate."""
+    """The decision on a candidate, with the data that the result needs."""
 
-    accepted: SearchNode | None  # replaces the original; None: the original stays
+    accepted: SearchNode | None  # the graph that replaces the original; None: the original stays
     reason: str
     verification: Verification | None = None
     compared: RepeatedComparison | None = None
     selection: Selection | None = None
     compiled: TvmModel | None = None  # the compiled model, if the options ask for one
-    threads: int | None = None  # the number of threads that it was compiled for
+    threads: int | None = None  # the number of threads for which `compiled` was compiled
     hybrid: Hybrid | None = None  # `accepted` with generated kernels
     costs: tuple[float, float] | None = None
-    """The modelled costs of the imported graph and of `accepted`, by the prices that the search used; None: see
+    """The modelled costs of the imported graph and of `accepted`, by the cost model of the search; None: see
     `Start`."""
 
     @property
@@ -48,21 +48,24 @@ class Finished:
 
 
 class Candidate(Protocol):
-    """What may replace the original."""
+    """A model that may replace the original."""
 
     def judged(self) -> Finished:
-        """Compare it with the original, verify it, and decide. Raises BackendError, KeyboardInterrupt, and
-        VerificationFailed for a graph that is wrong, with the rule to blame if it is known."""
+        """Compare this candidate with the original, verify it, and decide. Raises BackendError, KeyboardInterrupt, and
+        VerificationFailed for a graph that is wrong, with the rule to blame if it is known.
+        """
         ...
 
 
 Candidates: TypeAlias = "Generator[Candidate, Finished, Finished | None]"
-"""Yields candidates. For each it is sent the decision, or VerificationFailed is thrown into it. Where no candidate is
-accepted, the result is the value that it returns, or the last decision if that is None."""
+"""A generator that yields candidates. For each one, the decision is sent to the generator, or VerificationFailed is
+thrown into it. If no candidate is accepted, the result is the generator's return value or, if this is None, the last
+decision.
+"""
 
 
 class Source(Protocol):
-    """A source of candidates from a search. It raises what `Candidate.judged` raises."""
+    """A function that returns candidates from a search. It raises what `Candidate.judged` raises."""
 
     def __call__(self, context: Context, start: Start, explored: Explored) -> Candidates: ...
 

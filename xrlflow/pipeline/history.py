@@ -12,7 +12,7 @@ from xrlflow.ir import Graph
 from xrlflow.pipeline.context import Context
 from xrlflow.search import Ratio
 
-# The width of a 95% interval in standard deviations.
+# The width of a 95% confidence interval in standard deviations.
 _WIDTH = 3.92
 # A ratio is too imprecise to be stored if its logarithm has a larger standard deviation.
 _VAGUE = 0.05
@@ -28,8 +28,8 @@ def keep(
     """Store in `history` that `after` was measured to be `ratio` times faster than `before`. Returns whether it was
     stored.
 
-    Comparisons with other options of the session, or without measured prices of operators, are not comparable with
-    the stored ones, and imprecise ones say nothing; these are not stored.
+    Comparisons with other options of the session, or without measured prices of operators, are not comparable with the
+    stored ones, and imprecise comparisons are useless, so neither is stored.
     """
     prices = prices_of(model)
     if prices is None or context.options.session_options is not None:
@@ -48,6 +48,8 @@ def error_of(ratio: Ratio) -> float:
 
 
 def prices_of(model: CostModel) -> AdditiveCost | None:
-    """The measured prices of operators that a cost model uses; None if it uses others, or had no time for some."""
+    """The measured costs of operators that a cost model uses; None if it uses costs that are not measured, or had no
+    time to measure some.
+    """
     prices = model.prices if isinstance(model, Learned) else model
     return prices if isinstance(prices, Profiled) and prices.counts.complete else None

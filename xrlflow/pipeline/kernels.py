@@ -1,9 +1,10 @@
-"""Candidates with generated kernels: an ONNX file and a library, where measurements show that they are faster.
+"""Candidates with generated kernels: an ONNX file and a library, if measurements show that these are faster than the
+plain file.
 
 Several graphs are compiled, as long as there is time: the proposal that ONNX Runtime runs fastest, the imported graph,
-and the result of a search by the prices of both runtimes. If one with kernels is faster than the plain file by a
-margin, it is compared with the original and verified like any other candidate. Otherwise the plain file is the
-candidate.
+and the result of a search by the costs of operators in both runtimes. If a graph with kernels is faster than the plain
+file by a margin, it is compared with the original and verified like any other candidate. Otherwise the plain file is
+the candidate.
 """
 
 from __future__ import annotations
@@ -43,19 +44,21 @@ from xrlflow.tuning.store import Store
 MARGIN = 1.02
 """How many times faster than the plain file a model with kernels must certainly be, since it takes two files to
 deploy."""
-# A comparison with the plain file: seconds in addition to loading and runs, runs, and the relative width of the
-# interval.
+# Limits of a comparison with the plain file: seconds in addition to loading and runs, the number of runs, and the
+# relative width of the confidence interval.
 _COMPARING, _RUNS, _NARROW = 3.0, 60, 0.02
-# Seconds to load TVM; to measure the kernel of a node; to compile it; and for a search.
+# Estimated seconds to load TVM, to measure the kernel of a node, to compile the kernel of a node, and for a search.
 _LOADING, _PRICE, _COMPILE, _SEARCH = 3.0, 0.03, 0.06, 2.0
-# The loss without kernels: from the geometric means of docs/benchmarks, 1.426 with them and 1.133 without.
+# How much slower models are without generated kernels: from the geometric means of docs/benchmarks, 1.426 with them
+# and 1.133 without.
 _LOST = "with them a model is 1.26 times as fast on average"
-# The largest part of the time limit that is reserved for kernels, where the model itself needs the whole limit.
+# The largest fraction of the time limit that is reserved for kernels, if the model itself needs the whole limit.
 _AT_MOST = 0.35
 
 
 def lacking(context: Context) -> str | None:
-    """What generated kernels need and lack, for any graph: a compiler, or sizes of inputs; None if nothing.
+    """What is missing to generate kernels for any graph of the model (a compiler, or sizes of inputs); None if nothing
+    is missing.
 
     Raises BackendError if something is lacking and the user requires generated kernels.
     """
@@ -71,7 +74,7 @@ def lacking(context: Context) -> str | None:
 
 
 def missing_for_kernels() -> str | None:
-    """What this machine lacks to generate kernels; None if it lacks nothing."""
+    """The software that this machine lacks to generate kernels; None if it lacks nothing."""
     if importlib.util.find_spec("tvm") is None:
         return "they need TVM (pip install 'xrlflow[tvm]')"
     if shutil.which("cc") is None and shutil.which("gcc") is None:
@@ -80,8 +83,9 @@ def missing_for_kernels() -> str | None:
 
 
 def compile_seconds(context: Context) -> float:
-    """Seconds to reserve for kernels: for a search by their prices and two graphs; if there is less time, for one
-    graph."""
+    """Seconds to reserve for kernels: enough for a search by the kernels' costs and for two graphs; if there is less
+    time, enough for one graph.
+    """
     clock = context.clock
     limit, other = clock.limit - clock.begin, clock.budget.end - clock.begin
     one = _LOADING + _one_graph(context, context.imported.graph)
@@ -90,23 +94,23 @@ def compile_seconds(context: Context) -> float:
 
 
 def _comparing(context: Context) -> float:
-    """Seconds to compare two files."""
+    """Estimated seconds to compare two files."""
     return _COMPARING + 2 * context.clock.loading + _RUNS * context.clock.latency
 
 
 def _patience(context: Context) -> float:
-    """Time limit in seconds of a comparison that stays undecided: up to twice the usual one, if there is time."""
+    """The time limit in seconds of a comparison that stays undecided: up to twice the usual limit, if there is time."""
     usual = _comparing(context)
     return max(usual, min(2 * usual, context.clock.budget.compile_until - time.monotonic()))
 
 
 def _one_graph(context: Context, graph: Graph) -> float:
-    """Seconds to compile a graph with kernels and to compare it."""
+    """Estimated seconds to compile a graph with kernels and to compare it."""
     return _COMPILE * sum(1 for _ in graph.nodes()) + _comparing(context)
 
 
 def _further(context: Context, graph: Graph) -> float:
-    """Seconds to search for another graph by the prices of its operators, and to compile that graph."""
+    """Estimated seconds to search for another graph by the costs of its operators, and to compile this graph."""
     return _PRICE * sum(1 for _ in graph.nodes()) + _SEARCH + _one_graph(context, graph)
 
 
@@ -127,15 +131,15 @@ class _Candidates:
     nodes: Sequence[SearchNode]
     base: Graph
     cost: Callable[[Graph], float] | None = None
-    """The modelled cost of a graph by the prices of both runtimes; None: there are no such prices."""
+    """The modelled cost of a graph, from the costs of operators in both runtimes; None: the costs are unknown."""
 
     def costs(self, node: SearchNode) -> tuple[float, float] | None:
         return None if self.cost is None else (self.cost(self.base), self.cost(node.state.graph))
 
 
 def candidates(context: Context, start: Start, explored: Explored) -> Candidates:
-    """The fastest graph with kernels; if it computes something else, the same graph with plain kernels; then the plain
-    proposal. See `Source`.
+    """The candidates, each if the one before is rejected: the fastest graph with kernels; if it computes something
+    else, the same graph with plain kernels; the plain proposal. See `Source`.
 
     Raises BackendError if the user requires kernels (`backend="hybrid"`) and there are none, and KeyboardInterrupt if
     there is no result yet.
@@ -169,7 +173,7 @@ def candidates(context: Context, start: Start, explored: Explored) -> Candidates
 def _too_late(context: Context, graphs: Sequence[Graph]) -> str | None:
     """Why there is no time to compile, verify and compare any of these graphs; None if there is.
 
-    Large graphs have many equal kernels, which are compiled once: for them the time is assumed to suffice.
+    Large graphs have many equal kernels, which are compiled once: for large graphs the time is assumed to suffice.
     """
     clock = context.clock
     if clock.hurried:
@@ -196,9 +200,10 @@ def _judging(context: Context, start: Start, built: _BuiltCandidate, proposal: P
 def _candidates(
     context: Context, start: Start, explored: Explored, proposal: Proposal, how: Lowering
 ) -> _Candidates:
-    """The graphs to compile. First the cheaper one, by the prices of both runtimes, of the choice without kernels and
-    the imported graph; then the result of a search by these prices; then the other one. With a trace: the graph it
-    leads to."""
+    """The graphs to compile, in order. The first is the choice without kernels or the imported graph, whichever costs
+    less by the costs of operators in both runtimes; the second is the result of a search by these costs; the third is
+    the remaining one of the first two. With a trace: only the graph to which it leads.
+    """
     base = start.base.state.graph
     if context.options.replay is not None:
         return _Candidates([explored.result.best], base)
@@ -215,7 +220,9 @@ def _candidates(
 
 
 def _searched(context: Context, start: Start, how: Lowering) -> PlacementResult | None:
-    """The result of a search by the prices of both runtimes; None, with a note, if there is no time or no prices."""
+    """The result of a search by the costs of operators in both runtimes; None, with a note, if there is no time, or if
+    the costs are unknown.
+    """
     if context.feeds is None or context.options.search == "random":
         return None
     until = context.clock.budget.compile_until - 2 * _one_graph(context, start.base.state.graph)
@@ -223,8 +230,8 @@ def _searched(context: Context, start: Start, how: Lowering) -> PlacementResult 
     try:
         if how.child is not None and time.monotonic() + _SEARCH < until:
             with deadline.within(context.clock.budget.compile_until):
-                how.child.call(load_tvm)  # first, as it may take so long that the search has no time left
-        if time.monotonic() + _SEARCH <= until:  # in less time, some prices would not be measured
+                how.child.call(load_tvm)  # first: loading may leave the search no time
+        if time.monotonic() + _SEARCH <= until:  # in less time, some operators would not be measured
             return search_with_kernels(context, start, how, until)
         context.notes.append(late)
     except OutOfTime:
@@ -248,8 +255,8 @@ def _best(
     proposal: Proposal,
     before: _BuiltCandidate | None = None,
 ) -> _BuiltCandidate | None:
-    """See `_Trials.best`. `before`: the only candidate, compiled earlier with other algorithms. After Ctrl-C the result
-    is the best so far: a graph with kernels, or None for the plain proposal.
+    """See `_Trials.best`. `before`: the only graph to compile, which was compiled earlier with other algorithms. After
+    Ctrl-C the result is the best so far: a graph with kernels, or None for the plain proposal.
 
     Raises KeyboardInterrupt at the second Ctrl-C, and if the user requires kernels and there are none yet.
     """
@@ -286,7 +293,8 @@ def _lowering(context: Context) -> Iterator[Lowering]:
 
 
 def _sizes(context: Context) -> list[dict[str, tuple[int, ...]]]:
-    """The sizes of inputs for which to generate kernels: those of the options, or those of the user's own inputs."""
+    """The sizes of inputs for which to generate kernels: those in the options, or the sizes of the user's own
+    inputs."""
     options = context.options
     first = {name: tuple(shape) for name, shape in context.shapes.items()}
     if options.inputs is not None and context.feeds is not None:
@@ -308,14 +316,14 @@ class _Trials:
     """Compiles graphs with kernels, and compares them with the plain proposal."""
 
     context: Context
-    asked: bool  # the user requires generated kernels
+    asked: bool  # whether the user requires generated kernels
     fastest: _BuiltCandidate | None = field(default=None, init=False)  # None: the plain proposal
     refused: list[str] = field(default_factory=list, init=False)  # why graphs could not be compiled
 
     def best(
         self, how: Lowering, plain: SearchNode | None, candidates: _Candidates
     ) -> _BuiltCandidate | None:
-        """The fastest graph with kernels; None if none compiles, or none is faster than the plain proposal.
+        """The fastest graph with kernels; None if no graph compiles, or if no graph is faster than the plain proposal.
 
         Raises BackendError if the user requires kernels and no graph compiles.
         """
@@ -347,21 +355,23 @@ class _Trials:
         return self.fastest
 
     def _compile_until(self) -> float:
-        """The deadline of compiling (time.monotonic). Kernels that the user requires need no time for a decision."""
+        """The deadline of compiling (time.monotonic). If the user requires kernels, no time is reserved for a
+        decision.
+        """
         budget = self.context.clock.budget
         if not self.context.options.measure or (self.asked and self.fastest is None):
             return budget.until - budget.verification
         return budget.compile_at_latest
 
     def _has_time(self, seconds: float) -> bool:
-        """Whether there is time to compile and compare another graph, if that takes so many seconds."""
+        """Whether there is time to compile and compare another graph, if this takes `seconds`."""
         budget = self.context.clock.budget
         return self.context.options.measure and time.monotonic() + seconds < budget.compile_until
 
     def _build(
         self, how: Lowering, node: SearchNode, costs: tuple[float, float] | None
     ) -> _BuiltCandidate | None:
-        """A graph with kernels, compiled; None if that fails."""
+        """A graph compiled with kernels; None if the compilation fails."""
         context = self.context
         with context.clock.phase("compile"):
             context.say("compile", note="generated kernels")
@@ -380,7 +390,9 @@ class _Trials:
         return _BuiltCandidate(node, hybrid, path, costs)
 
     def _faster(self, before: str | bytes, after: str, margin: float, name: str) -> bool:
-        """Whether a file is certainly `margin` times faster, measured in this process. True if nothing is measured."""
+        """Whether the file `after` is certainly at least `margin` times faster than `before`, measured in this
+        process. True if no models are measured.
+        """
         context = self.context
         if context.feeds is None:
             return True

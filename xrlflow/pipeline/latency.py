@@ -36,8 +36,8 @@ def bench(
     """Latency of a model in milliseconds, and its speed-up over `against`.
 
     `speedup` is the latency of `against` divided by that of the model. Without `against` the model is measured against
-    itself, which shows how noisy the machine is. `shapes`: those of the tensors that it was measured with.
-    `kernels`: with the libraries in the models' folders (`NAME.so`), whose code this runs.
+    itself, which shows how noisy the machine is. In the result, `shapes` are the shapes of the inputs of the
+    measurement. `kernels`: load the libraries of kernels in the models' folders (`NAME.so`). This runs their code.
     """
     options = Options(search="greedy", shapes=shapes, threads=threads, seed=seed, time_limit=time_limit)
     imported, now = load(model, shapes=shapes), time.monotonic()

@@ -59,7 +59,7 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
     """Raise BackendError for inputs without fixed sizes, and for operators that TVM cannot lower and no rule
     decomposes.
 
-    The message names the operators and, if a rule refused, its reason: "LSTM (sequence_lens is given)".
+    The message names the operators and, if a rule refused one, the reason: "LSTM (sequence_lens is given)".
     """
     check_sizes(value for value in imported.frame.graph.input if value.name not in imported.overridable)
     graph = imported.graph
@@ -131,7 +131,7 @@ def own_rules(path: str | os.PathLike[str], proven: bool = True, seed: int = 0) 
     try:
         spec.loader.exec_module(module)
         rules = tuple(module.RULES)
-        Library([r for r in rules if isinstance(r, Rule | RegionRule)])  # this traces the sources
+        Library([r for r in rules if isinstance(r, Rule | RegionRule)])  # this traces the rules' sources
     except (Exception, SystemExit) as error:  # a user's program may raise anything
         raise OptionError(f"rules {file}: {type(error).__name__}: {error}") from error
     used_names = {r.name for r in LIBRARY}
@@ -160,7 +160,9 @@ def _certificates(rules: Sequence[AnyRule], file: Path, seed: int) -> list[Certi
 
 
 def _rules_named(names: Sequence[str], own: Path | None = None) -> tuple[AnyRule, ...]:
-    """The rules with these names in the library or in a file; all rules without names. Raises OptionError."""
+    """The rules with these names, from the library or from the file `own`; all of its rules if there are no names.
+    Raises OptionError.
+    """
     rules = LIBRARY if own is None else own_rules(own, proven=False)
     by_name = {r.name: r for r in rules}
     for name in names:
@@ -182,8 +184,8 @@ def prove_rules(
 
     `names`: by default all rules. `jobs`: workers, by default one for each physical core. `ray`: "local" or the
     HOST:PORT of a Ray cluster, where the workers run; the certificates are the same. `listener` receives each
-    certificate, the number of those so far, and the number of all. Raises OptionError for unknown names, and if the
-    cluster cannot be used.
+    certificate, the number of certificates so far, and the number of all rules. Raises OptionError for unknown names,
+    and if the cluster cannot be used.
     """
     check_seed(seed)
     rules = _rules_named(names, own)
@@ -204,7 +206,7 @@ def prove_rules(
 
 
 def list_rules(names: Sequence[str] = (), own: Path | None = None) -> list[dict[str, Any]]:
-    """For each rule: name, family, equation, backend, kind of proof, what it assumes or may change, its parts."""
+    """For each rule: its name, family, equation, backend, kind of proof, assumptions, permitted changes, and parts."""
     return [
         {
             "name": r.name,

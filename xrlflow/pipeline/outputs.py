@@ -27,7 +27,7 @@ def check_distinct_paths(**paths: str | os.PathLike[str] | None) -> None:
 def check_writable(path: str | os.PathLike[str], *, library: bool = False, kernels: bool = False) -> None:
     """Raise ModelError, OptionError or BackendError if a result cannot be written to this path.
 
-    `library`: the result is a shared library. `kernels`: it may have a library of kernels in the same folder.
+    `library`: the result is a shared library. `kernels`: the result may have a library of kernels in the same folder.
     """
     target = Path(path)
     if kernels:

@@ -50,7 +50,7 @@ _PROOFS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evidence:
-    """What a page shows in addition to the report, from the phases of an optimisation."""
+    """The data from the phases of an optimisation that a page shows in addition to the report."""
 
     context: Context
     before: tuple[Early, ...]
@@ -90,7 +90,7 @@ def result_page(results: Sequence[Result], *, profiled: bool = True) -> Page:
 
 
 def drawing(title: str, imported: ImportedModel, graph: Graph) -> Drawing:
-    """The drawing of a graph of a model, with the names that the file has."""
+    """The drawing of a graph of a model, with the names from the model's file."""
     declared = imported.frame.graph
     names = [[v.name for v in declared.input], [v.name for v in declared.output]]
     return draw(title, graph, imported.labels, names)
@@ -145,7 +145,9 @@ def _changes(evidence: Evidence) -> Changes:
 
 
 def _note(changes: Changes, scope: str, path: Steps | None, cost: float | None) -> None:
-    """Add what substitutions change. `cost`: the modelled seconds before them; None: they have no price."""
+    """Add the changes that the substitutions of a path make. `cost`: the modelled seconds before the substitutions;
+    None: unknown.
+    """
     for part in () if path is None else path.parts():
         gain = None if cost is None else cost - part.step.cost
         cost = None if cost is None else part.step.cost
@@ -180,13 +182,15 @@ def _texts(names: set[str], result: Result) -> Iterator[RuleText]:
         yield RuleText(name, rule.family, rule.equation, proof)
 
 
-# --- times by operator ---
+# --- measured times of operators ---
 
 
 def _profiles(
     result: Result, earlier: OperatorProfile | str | None
 ) -> tuple[OperatorProfile | None, OperatorProfile | None, tuple[str, ...]]:
-    """The profiles of the original (`earlier`, if it was profiled before) and of the result, and why one is missing."""
+    """The profiles of the original (`earlier`, if it was profiled before) and of the result, and lines that say why
+    one is missing.
+    """
     context = result.evidence.context
     options = context.options
     if options.remote is not None:
@@ -225,7 +229,9 @@ class _Profiler:
         self.lines: list[str] = []
 
     def of(self, model: str | bytes, kernels: bool = False) -> OperatorProfile | None:
-        """The profile of a model; None if it does not run. `kernels`: with the library in its folder."""
+        """The profile of a model; None if it does not run. `kernels`: load the library of kernels in the model's
+        folder.
+        """
         options = self.session_options
         if kernels and (library := library_of(model)) is not None:
             with_kernels = with_library(options, library)
@@ -238,7 +244,7 @@ class _Profiler:
             return None
 
 
-# --- pages of files ---
+# --- pages from files ---
 
 
 def view(model: Source, other: Source | None, options: Options) -> Page:

@@ -1,4 +1,6 @@
-"""The search for graphs with generated kernels: by prices of both runtimes, where placements are candidates as well."""
+"""The search for graphs with generated kernels: by the costs of operators in both runtimes. Its candidates are
+substitutions and placements.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,25 @@ from xrlflow.rewrite import RewriteState
 from xrlflow.search import SearchNode
 from xrlflow.tuning.lowering import Lowering
 
-# How many searches are done, each with the prices of the operators that the one before reached.
+# How many searches are done. Each uses the measured costs of the operators that the search before it reached.
 _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementResult:
-    """The result of a search by the prices of both runtimes, the cheapest graph first, and the cost of any graph."""
+    """The result of a search by the costs of operators in both runtimes: the graphs, of which the first costs least,
+    and a function that computes the cost of any graph.
+    """
 
     proposals: tuple[SearchNode, ...]
     cost: Callable[[Graph], float]
 
 
 def search_with_kernels(context: Context, start: Start, how: Lowering, until: float) -> PlacementResult:
-    """Search by the prices of both runtimes, until `until` (time.monotonic).
+    """Search by the costs of operators in both runtimes, until `until` (time.monotonic).
 
-    Operators are measured first. A search may reach operators that were not measured: then it is repeated with their
-    prices. Raises BackendError if an operator's kernel does not run.
+    Operators are measured first. If a search reaches operators that were not measured, these are measured and the
+    search is repeated. Raises BackendError if an operator's kernel does not run.
     """
     machine = calibrated(context.threads)
     bindings = context.imported.bindings

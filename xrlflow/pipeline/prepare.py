@@ -63,16 +63,16 @@ from xrlflow.tuning.store import Store
 from xrlflow.verify import InputsNeeded, feeds_for_measurement
 from xrlflow.verify.inputs import user_case
 
-# The part of the search's time that measuring operators may take.
+# The fraction of the search's time that measuring operators may take.
 _PROFILING = 0.5
-# How many of this machine's latest comparisons the learned cost model is fitted to.
+# The number of this machine's latest comparisons to which the learned cost model is fitted.
 _REMEMBERED = 64
-# The part of the search's time that fitting may take.
+# The fraction of the search's time that fitting the learned cost model may take.
 _FITTING = 0.1
-# The part of the remaining time for drawing inputs, loading the original and running it on them; and the duration of a
-# run, as a part of the limit, above which the run counts as long.
+# The fraction of the remaining time for drawing inputs, loading the original and running it on these inputs; and the
+# duration of a run, as a fraction of the time limit, above which the run counts as long.
 _DRAWING, _LONG = 0.4, 0.03
-# The part of the remaining time for finding all substitutions that apply to the original.
+# The fraction of the remaining time for finding all substitutions that apply to the original.
 _LOOKING = 0.4
 # If the first run takes this many seconds, its time is the latency, and no second run is made.
 _SLOW = 1.0
@@ -87,7 +87,9 @@ class Early:
     graph: Graph
     path: Path | None
     cost: float | None
-    """The modelled seconds before the substitutions; None: they canonicalise, which needs no price."""
+    """The modelled seconds before the substitutions; None: the substitutions canonicalise the graph, for which no cost
+    is computed.
+    """
 
     @property
     def steps(self) -> tuple[TraceStep, ...]:
@@ -124,11 +126,12 @@ def opened(
     begin: float,
     kernels: str | os.PathLike[str] | None = None,
 ) -> Iterator[Context]:
-    """The context of an optimisation that began at `begin`: with a temporary folder and, for TVM, a store of kernels.
+    """The context of an optimisation that began at `begin`: it has a temporary folder and, for TVM, a store of
+    kernels.
 
-    The store is the file `kernels`, or the one in the options, or the one in the user's cache directory. Raises
-    ModelError for a model that cannot be read, or whose file changes before the end of the block, BackendError and
-    StoreError.
+    The store is the file `kernels`, or else the file that the options name, or else a file in the user's cache
+    directory. Raises ModelError for a model that cannot be read, or whose file changes before the end of the block,
+    BackendError and StoreError.
     """
     compiling = options.compiling
     target = target_of(options) if compiling else None
@@ -160,8 +163,9 @@ def opened(
 
 @contextmanager
 def _unchanged(imported: ImportedModel) -> Iterator[None]:
-    """Raise ModelError at the end of the block if the model's file has changed, instead of an error that the block
-    raises: it compares what was read with what is there."""
+    """Raise ModelError at the end of the block if the model's file has changed, in place of any error that the block
+    raises. The check compares the content that was read with the present file.
+    """
     try:
         yield
     except Exception as error:
@@ -186,10 +190,11 @@ def fed(context: Context) -> Context:
 
 
 def with_feeds(context: Context) -> Context:
-    """The context with inputs for measurements, if anything is measured; their sizes replace open dimensions.
+    """The context with inputs for measurements, if anything is measured; the sizes of these inputs replace open
+    dimensions.
 
-    If there is no time to draw them, or to run the original once, nothing is measured, and a note says so. Raises what
-    the original raises on the user's inputs, and OutOfTime if the user's cost model requires measurements.
+    If there is no time to draw inputs, or to run the original once, nothing is measured, and a note says so. Raises
+    what the original raises on the user's inputs, and OutOfTime if the user's cost model requires measurements.
     """
     options, clock = context.options, context.clock
     until = time.monotonic() + _DRAWING * max(0.0, clock.limit - time.monotonic())
@@ -216,8 +221,8 @@ def with_feeds(context: Context) -> Context:
 def random_feeds(context: Context) -> dict[str, Any]:
     """Random inputs on which the original runs. The clock notes the times of loading and of a run.
 
-    With a deadline, smaller sizes of open dimensions are tried where a run takes long, since most of the optimisation
-    consists of runs. Raises OutOfTime if none are found in time.
+    If there is a deadline and a run takes long, smaller sizes of open dimensions are tried, since most of the
+    optimisation consists of runs. Raises OutOfTime if no inputs are found in time.
     """
     clock, options = context.clock, context.options
     long = math.inf if math.isinf(deadline.until()) else _LONG * (clock.limit - clock.begin)
@@ -244,7 +249,7 @@ def random_feeds(context: Context) -> dict[str, Any]:
 
 @contextmanager
 def _original(context: Context) -> Iterator[OrtModel]:
-    """The original in a session. The clock notes the time of loading it."""
+    """The original in a session. The clock notes how long loading takes."""
     since = time.monotonic()
     with open_model(
         context.original.runnable, threads=context.threads, session_options=context.options.session_options
@@ -295,7 +300,9 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
 
 
 def cost_model(context: Context, cost: str | CostModel) -> CostModel:
-    """The cost model of this name, with this machine's figures, or the user's own object. Raises OptionError."""
+    """The cost model with the name `cost`, with this machine's figures; or `cost` itself if it is the user's own
+    object. Raises OptionError.
+    """
     options, bindings = context.options, context.imported.bindings
     if not isinstance(cost, str):
         if isinstance(cost, AdditiveCost):
@@ -332,7 +339,7 @@ def _check_prices(model: AdditiveCost, graph: Graph) -> None:
 
 
 def _learned(context: Context, prices: Profiled) -> Learned:
-    """The network of the package, fitted to the comparisons that this machine has measured."""
+    """The network of the package, fitted to the comparisons of models that were measured on this machine."""
     with history.opened(context) as comparisons:
         now = time.monotonic()
         until = now + _FITTING * (context.clock.budget.search_until - now)
@@ -341,13 +348,14 @@ def _learned(context: Context, prices: Profiled) -> Learned:
 
 def fitted(prices: AdditiveCost, store: History, *, also: int = 0, until: float = math.inf) -> Learned:
     """The network of the package, fitted until `until` (time.monotonic) to the latest comparisons in the history: to
-    _REMEMBERED of them, and `also` more."""
+    _REMEMBERED of these, and `also` more.
+    """
     comparisons = store.latest(_REMEMBERED + also)
     return Learned(prices, fine_tuned(load_network(PRETRAINED), comparisons, until))
 
 
 def start(context: Context, model: CostModel) -> Start:
-    """The first node of the search: rules that need no price are applied, and control-flow bodies are optimised.
+    """The first node of the search: rules that need no cost model are applied, and control-flow bodies are optimised.
 
     With a trace, its substitutions of this phase are repeated instead. Raises TraceError if they do not fit.
     """
@@ -387,7 +395,9 @@ def start(context: Context, model: CostModel) -> Start:
 
 
 def _started_again(context: Context, model: CostModel, trace: Trace) -> Start:
-    """The first node of a replay: the trace, not `model`, decides what control-flow bodies become."""
+    """The first node of a replay: the substitutions in control-flow bodies come from the trace, not from a search with
+    `model`.
+    """
     library, done = context.library, 0
     counts = iter(trace.before)
     before: list[Early] = []
@@ -426,13 +436,15 @@ def _started_again(context: Context, model: CostModel, trace: Trace) -> Start:
 
 
 def restarted(context: Context, start: Start, without: Collection[str]) -> Start:
-    """The start without these rules: without their substitutions, and those that cannot be made any more."""
+    """The start without these rules: without their substitutions, and without later substitutions that cannot be
+    applied any more.
+    """
     library, model = context.library, start.model
     library = library.only(library.rules.keys() - set(without))
     before: list[Early] = []
 
     def follow(graph: Graph, body: str = "") -> Graph:
-        # Bodies may share a name. A step of another body does not apply here, as its key has other values.
+        # Bodies may share a name. A step of another body does not apply to this body, as its key has other values.
         parts = [part for part in start.before if part.body == body]
         steps = [step for part in parts for step in part.steps if step.rule not in without]
         state = RewriteState.start(graph, makers(library, steps))
@@ -457,6 +469,8 @@ def restarted(context: Context, start: Start, without: Collection[str]) -> Start
 
 
 def makers(library: Library, steps: Sequence[TraceStep]) -> Library:
-    """The rules that may have made these substitutions: those that need no price (`simplify`) if they suffice."""
+    """The rules that may have made these substitutions: only the rules that need no cost model (`simplify`) if these
+    suffice.
+    """
     few = library.canonicalising()
     return few if all(step.rule in few.rules for step in steps) else library

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 class Result:
     """An optimised model, or the original if nothing better was found (`returned_original`).
 
-    `speedup` is the measured speed-up over the original, as median and 95% interval; None if not measured. `trace` has
-    all substitutions in order; those made before the search (canonicalising rules, control-flow bodies) come first.
+    `speedup` is the measured speed-up over the original, as median and 95% interval; None if it was not measured.
+    `trace` has all substitutions in order; the substitutions from before the search (by canonicalising rules, and in
+    control-flow bodies) come first.
     """
 
     report: Report
@@ -99,8 +100,9 @@ class Result:
             save(self.imported, self.graph, path, opset=self.opset, max_growth=self.max_growth)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the substitutions as JSON, for `replay` and `xrlflow report`. The times of operators are included if
-        `page` or `report_html` was called before. Raises ModelError if the file cannot be written."""
+        """Write the substitutions as JSON, for `replay` and `xrlflow report`. The file includes the times of operators
+        if `page` or `report_html` was called before. Raises ModelError if the file cannot be written.
+        """
         timed = self.__dict__.get("page")
         page = timed if timed is not None else result_page([self], profiled=False).to_json()
         before = [len(part.steps) for part in self.evidence.before] if self.trace else []

@@ -1,7 +1,7 @@
-"""Before the search: whether a model still runs as before when it is read and written again, and at which opset.
+"""Before the search: checks whether a model that is read and written again still runs as before, and at which opset.
 
 A runtime optimises models of different opsets differently. ONNX Runtime 1.31 cannot load some 8-bit models at opset 21
-that it loads at 13.
+that it loads at opset 13.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from xrlflow.pipeline.context import Context
 from xrlflow.verify import Reference, Status
 from xrlflow.verify.runner import first_line, flat, opened
 
-# The part of the remaining time that this check may take.
+# The fraction of the remaining time that this check may take.
 _TRYING = 0.25
 # The opsets that are tried if the model does not run at its own.
 _OTHERS = (OPSET, 21, 19, 17, 15, 13)
 
 
 def with_working_opset(context: Context) -> Context:
-    """The context in which the model is written at its own opset. If ONNX Runtime then does not run it as before, it is
-    written at another opset, with a note; if it does so at none, `unwritable` is set.
+    """The context in which the model is written at its own opset. If ONNX Runtime does not run the written model as
+    before, the model is written at another opset, with a note; if no opset works, `unwritable` is set.
 
-    Without measuring, the files are only loaded; without verification either, nothing is checked.
+    If the options forbid measuring, the files are only loaded; if they forbid verification, too, nothing is checked.
     """
     options = context.options
     if context.unwritable or options.compiling or not (options.measure or options.verify):
@@ -81,10 +81,10 @@ class _Trial:
     """Writes the model, and compares the file with the original."""
 
     context: Context
-    outputs: Sequence[Any] | None  # those of the original; None: there are no inputs to run it on
+    outputs: Sequence[Any] | None  # outputs of the original; None: there are no inputs on which to run it
 
     def fault(self, imported: ImportedModel) -> str:
-        """What is wrong with the file that is written of the imported model; "" if nothing is."""
+        """The fault of the file that is written of the imported model; "" if it has none."""
         context = replace(self.context, imported=imported)
         try:
             path = context.artifact(imported.graph).file
@@ -98,7 +98,7 @@ class _Trial:
             return f"ONNX Runtime does not run it: {first_line(error)}"
 
     def _difference(self, path: str) -> str:
-        """How a file's outputs differ from the original's by more than rounding; "" if they do not."""
+        """How a file's outputs differ from the original's by more than rounding; "" if they do not differ."""
         context = self.context
         reference = Reference.of(
             context.original.runnable, imported=context.imported, inputs=context.feeds, seed=context.options.seed,
@@ -115,8 +115,9 @@ class _Trial:
 
 
 def _outputs(context: Context, model: str | bytes) -> list[Any] | None:
-    """The outputs of a model on the inputs for measurements. Without such inputs it is only loaded. Raises
-    BackendError."""
+    """The outputs of a model on the inputs for measurements. Without such inputs the model is only loaded, and the
+    result is None. Raises BackendError.
+    """
     with opened(model, threads=context.threads, session_options=context.options.session_options) as runner:
         return None if context.feeds is None else runner.run(context.feeds)
 

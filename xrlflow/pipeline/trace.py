@@ -17,12 +17,13 @@ from xrlflow.storage import files
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The substitutions of an optimisation, in order. The first ones were made before the search."""
+    """The substitutions of an optimisation, in order. The first ones were applied before the search."""
 
     steps: tuple[TraceStep, ...]
     before: tuple[int, ...] = ()
-    """How many were made before the search: in the model, then in each control-flow body, in the order in which
-    `prepare.start` visits bodies."""
+    """The numbers of substitutions before the search: first in the model, then in each control-flow body, in the order
+    in which `prepare.start` visits bodies.
+    """
 
     @property
     def searched(self) -> tuple[TraceStep, ...]:
@@ -37,7 +38,9 @@ def write_trace(
     before: Sequence[int],
     page: Mapping[str, Any],
 ) -> None:
-    """Write a trace as JSON (see `Trace`), with the data of its page. Raises ModelError if it cannot be written."""
+    """Write a trace as JSON (see `Trace`), with the data of the report page. Raises ModelError if it cannot be
+    written.
+    """
     rows = [{"rule": s.rule, "family": s.family, "at": list(s.key[1]), "cost": s.cost} for s in steps]
     text = json.dumps({"model": model, "steps": rows, "before": list(before)}, indent=1).removesuffix("\n}")
     content = f'{text},\n "page": {json.dumps(page, allow_nan=False, separators=(",", ":"))}\n}}\n'

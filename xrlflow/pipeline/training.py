@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from xrlflow.rl.train import Files, Score, Trained
     from xrlflow.rl.world_model.dynamics import World
 
-# In the file of an agent that trained in a world model: the number of rounds after which it was the best.
+# A key in the file of an agent that trained in a world model: the number of rounds after which this agent was the
+# best.
 _ROUNDS = "world model rounds"
 
 _SHOWN = {
@@ -44,8 +45,9 @@ def train(
     options: TrainOptions,
     quiet: bool = True,
 ) -> Trained:
-    """Train an agent; raises what `xrlflow.train` raises. Unless `quiet`, prints a line per iteration to standard
-    error."""
+    """Train an agent; raises what `xrlflow.train` raises. Unless `quiet` is set, prints a line per iteration to
+    standard error.
+    """
     from xrlflow.learn.ppo import TrainingError
     from xrlflow.rl import train as training
     from xrlflow.rl.agent import Agent
@@ -108,7 +110,7 @@ def _check_evaluated_on(models: Sequence[str], output: str | os.PathLike[str]) -
         return
     score = load_checkpoint(state_path(output), KIND).config.get("score")
     outcomes = [o for o in score if isinstance(o, dict)] if isinstance(score, list) else []
-    # By name only, as folders may have been moved.
+    # Files are compared by name only, as folders may have been moved.
     earlier = {os.path.basename(str(o.get("problem"))) for o in outcomes}
     if earlier and earlier != {os.path.basename(m) for m in models}:
         raise OptionError(
@@ -119,18 +121,21 @@ def _check_evaluated_on(models: Sequence[str], output: str | os.PathLike[str]) -
 
 @dataclass(slots=True)
 class _Best:
-    """The best agent so far of a run in a world model. A better one is written at once, with the world model; the first
-    one only by the last `save`, so that an earlier file stays if the training fails."""
+    """The best agent so far of a run in a world model. A better agent is written at once, with the world model. The
+    first agent is written only by the last `save`, so that an earlier file stays if the training fails.
+    """
 
     output: str | os.PathLike[str]
     seed: int
-    fresh: bool  # no earlier run wrote the output: the first agent is written, too
+    fresh: bool  # whether no earlier run wrote the output; if so, the first agent is written, too
     score: Score | None = None
     agent: Agent | None = None
     unsaved: Callable[[], None] | None = None
 
     def offer(self, score: Score, agent: Agent, rounds: int, world: World | None) -> None:
-        """Keep an agent if its score is the best so far. `world`: its world model; None before the first round."""
+        """Make an agent the best one if its score is the best so far. `world`: its world model; None before the first
+        round.
+        """
         from xrlflow.rl.agent import Agent
         from xrlflow.rl.world_model.files import save_alone, save_world
 
@@ -154,9 +159,10 @@ class _Best:
 def _with_world_model(
     files: Files, begin: Agent | None, output: str | os.PathLike[str], options: TrainOptions, quiet: bool
 ) -> Trained:
-    """Train an agent inside a world model. Both are written after each round with the best evaluation so far, and a
-    later run continues from there. If no round improves on the first agent, that is written at the end, without a world
-    model."""
+    """Train an agent inside a world model. The agent and its world model are written after each round with the best
+    evaluation so far, and a later run continues from these files. If no round improves on the first agent, this agent
+    is written at the end, without a world model.
+    """
     from xrlflow.rl.env import EnvConfig
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.train import Score, Trained, random_agent
@@ -198,7 +204,7 @@ def _with_world_model(
             )  # fmt: skip
     except KeyboardInterrupt:
         interrupted = True
-    # On Ctrl-C before the first round, the agent has learned nothing: it replaces no other one.
+    # On Ctrl-C before the first round, the agent has learned nothing, so it does not replace another agent's file.
     if not interrupted or done > first or not os.path.exists(output):
         best.save()
     score = best.score or Score(())
@@ -208,8 +214,9 @@ def _with_world_model(
 
 def _earlier(output: str | os.PathLike[str]) -> tuple[Agent, World | None, int] | None:
     """The best agent of an earlier run with a world model that wrote this file, its world model (None before the first
-    round), and the number of its rounds. None if the file is anything else. Raises OptionError for a run without a
-    world model, and CheckpointError for a world model that does not fit."""
+    round), and the number of its rounds. None if the file is not of such a run. Raises OptionError for a run without a
+    world model, and CheckpointError for a world model that does not fit.
+    """
     from xrlflow.rl.agent import Agent
     from xrlflow.rl.parameters import Parameters
     from xrlflow.rl.train import state_path
@@ -222,7 +229,7 @@ def _earlier(output: str | os.PathLike[str]) -> tuple[Agent, World | None, int] 
         )
     try:
         rounds = Parameters.load(output).about.get(_ROUNDS)
-    except CheckpointError:  # it is no agent, so there is no run to continue
+    except CheckpointError:  # the file is no agent, so there is no run to continue
         return None
     if type(rounds) is not int:
         return None
@@ -231,7 +238,7 @@ def _earlier(output: str | os.PathLike[str]) -> tuple[Agent, World | None, int] 
 
 
 def _logs(options: TrainOptions, done: int, quiet: bool) -> Logs:
-    """The log of figures. A run that is continued counts from `done` iterations."""
+    """The log of figures. The log of a continued run counts on from `done` iterations."""
     from xrlflow.learn.log import Logs, TensorBoard, Terminal
 
     terminal = [] if quiet else [Terminal(options.iterations, _SHOWN, done)]

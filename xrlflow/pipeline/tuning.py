@@ -38,7 +38,8 @@ class Tuned:
     """A model whose kernels were tuned. `save` writes the shared library.
 
     `speedup` compares the compiled model with the original in ONNX Runtime, in fresh processes. On a remote device
-    (`device`) it compares the better tuned model with the untuned one, in one session. It is None if not measured.
+    (`device`) it compares the better tuned model with the untuned model, in one session. It is None if it was not
+    measured.
     """
 
     result: TunedModel
@@ -157,7 +158,7 @@ def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedMo
 
 def _graphs(context: Context, rewrite: bool) -> list[Graph]:
     """The original graph as TVM can lower it, and the search's result if that costs less."""
-    # By figures of the reference machine, so that the choice of graphs depends on no measurement.
+    # Costs by figures of the reference machine, so that the choice of graphs depends on no measurement.
     model = Roofline(bindings=context.imported.bindings)
     if not rewrite:
         return [simplify(context.imported.graph, context.library, model.cost)[0]]

@@ -35,9 +35,9 @@ def session(
     """An ONNX Runtime session of a file, with the kernels of the library in its folder (`NAME.so`), if it has one.
 
     It equals `onnxruntime.InferenceSession(model, options, providers)` after
-    `options.register_custom_ops_library("/its/folder/NAME.so")`. If the library cannot be loaded here, or the model was
-    edited after the library was written, the session runs without it, with a warning. Raises ModelError if there is no
-    such file, and what ONNX Runtime raises.
+    `options.register_custom_ops_library("/its/folder/NAME.so")`. If the library cannot be loaded on this machine, or
+    the model was edited after the library was written, the session runs without the library, with a warning. Raises
+    ModelError if there is no such file, and what ONNX Runtime raises.
     """
     if not os.path.isfile(model):
         raise ModelError(f"{os.fspath(model)}: there is no such file: check the path")
@@ -58,8 +58,8 @@ def session(
 def options_with_kernels(*models: str | os.PathLike[str] | bytes, required: bool = False) -> Options | None:
     """Session options with the libraries in the folders of these models; None if there are none.
 
-    A library whose model was edited later is left out, with a warning. With `required` that is an error, as is a lack
-    of libraries: raises OptionError and BackendError.
+    A library whose model was edited later is left out, with a warning. With `required`, such a library is an error,
+    and so is the lack of any library: OptionError or BackendError is raised.
     """
     options: Options | None = None
     if required and not any(map(library_of, models)):
@@ -87,10 +87,11 @@ def run_once(
     threads: int | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The outputs of a model by name, on the user's inputs or on random ones, with the library in its folder.
+    """The outputs of a model by name, on the user's inputs or on random ones, run with the library of kernels in its
+    folder.
 
-    Raises ModelError, VerificationError for inputs that do not fit, OptionError, and BackendError if the model does not
-    run.
+    Raises ModelError, VerificationError for inputs that do not fit, OptionError, and BackendError if the model does
+    not run.
     """
     check_seed(seed)
     check_shapes(shapes)

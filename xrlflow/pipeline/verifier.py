@@ -1,4 +1,4 @@
-"""Whether a result computes the same as the original, and if not, which rule is to blame."""
+"""Checks whether a result computes the same as the original and, if not, which rule is to blame."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ from xrlflow.verify import (
     not_exercised,
 )
 
-# The least seconds of a verification, and the part of its time that the runs of the original may take.
+# The minimum time limit of a verification in seconds, and the fraction of its time that the runs of the original may
+# take.
 _LEAST, _ORIGINAL = 2.0, 0.6
 
 
 class VerificationFailed(Exception):
-    """A graph does not compute the same as the original, or the runtime refuses it. It was not written.
+    """A graph does not compute the same as the original, or the runtime refuses it. No result was written.
 
-    `why`: what differs, or the error. `rule`: the name of the rule to blame; "" if it is unknown, or none is.
+    `why`: what differs, or the error. `rule`: the name of the rule to blame; "" if it is unknown, or if no rule is to
+    blame.
     """
 
     def __init__(self, message: str, why: str = "", rule: str = "") -> None:
@@ -60,8 +62,8 @@ class Verifier:
     _reference: Reference | None = field(default=None, init=False)
 
     def check(self, path: str, steps: Iterable[TraceStep]) -> Verification:
-        """Verify the file that these substitutions led to. Inputs are drawn near the numbers that their rules mention,
-        too.
+        """Verify the file to which these substitutions led. Sizes of inputs include numbers near those that the
+        substitutions' rules mention.
 
         If no inputs are found on which the original runs, the result is "not comparable".
         """
@@ -133,8 +135,8 @@ class Verifier:
     def _original(self, against: str | None = None, further: Iterable[int] = ()) -> Reference:
         """The original's outputs, for all verifications.
 
-        `against`: the first result, whose constants suggest inputs. `further`: numbers that the rules which led to it
-        mention.
+        `against`: the first result, whose constants suggest inputs. `further`: numbers that the rules of its
+        substitutions mention.
         """
         context, options = self.context, self.context.options
         context.say("verify", note="on random inputs")
@@ -147,7 +149,7 @@ class Verifier:
     def _reference_of(self, imported: ImportedModel, **how: Any) -> Reference:
         """Run the original. If the options assume that no dimension is 0, no input has a size of 0."""
         context, options = self.context, self.context.options
-        # The remaining time is for the runs of the result.
+        # The time that remains is for the runs of the result.
         with deadline.within(time.monotonic() + _ORIGINAL * deadline.remaining()):
             reference = Reference.of(
                 context.original.runnable, imported=imported, seed=options.seed, threads=context.threads,
@@ -156,7 +158,7 @@ class Verifier:
         return replace(reference, empty=()) if NONEMPTY in options.assumptions else reference
 
     def _until(self) -> float:
-        """The deadline of a verification that begins now. It allows one or two cases in any case."""
+        """The deadline of a verification that begins now. It always leaves enough time for one or two cases."""
         return max(self.context.clock.budget.until, time.monotonic() + _LEAST) if self.limited else math.inf
 
 
@@ -212,10 +214,11 @@ def _culprit(context: Context, start: Start, node: SearchNode, right: Callable[[
 
 
 def together(checks: Sequence[Verification]) -> Verification:
-    """Several verifications of one model as one: the last verdict, on the inputs of all. `outputs`: the worst.
+    """Several verifications of one model as one: the verdict of the last one, on the inputs of all. `outputs`: the
+    worst result of each output.
 
-    A guard for one size is never true on inputs of another size. So a branch of a guard counts as reached: each size
-    was verified by itself.
+    A guard for one size is never true on inputs of another size. So a branch of a guard counts as reached, since each
+    size was verified by itself.
     """
     last = checks[-1]
     unexercised = tuple(
@@ -240,7 +243,7 @@ def together(checks: Sequence[Verification]) -> Verification:
 
 
 def remarks(verification: Verification) -> Iterator[str]:
-    """Remarks for the user on a verification that passed: sizes that were run, and what was not run."""
+    """Remarks for the user on a verification that passed: the sizes that were run, and the cases that were not."""
     if verification.bindings:
         yield f"verified with {verification.sizes}"
     if verification.left_out:

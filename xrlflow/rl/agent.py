@@ -58,7 +58,7 @@ class Embedded:
 
 
 class Agent(nn.Module):
-    """A policy for `xrlflow.learn.ppo`. Its actions are the candidates of a state, then No-Op."""
+    """A policy for `xrlflow.learn.ppo`. Its actions are the candidates of a state and, last, No-Op."""
 
     def __init__(self, vocabulary: Vocabulary, config: AgentConfig | None = None) -> None:
         super().__init__()

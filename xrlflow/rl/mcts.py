@@ -210,7 +210,9 @@ class _TreeSearch(States, Generic[Obs]):
         return (values - self.least) / span if span > 0 else np.zeros_like(values)
 
     def grow(self, arrived: Sequence[tuple[_Path, SearchNode]]) -> None:
-        """Ask the agent about new states, add them to the tree, and add their values to the paths that led there."""
+        """Evaluate new states with the agent, add them to the tree, and add their values to the paths that led to
+        them.
+        """
         new = {f.state.fingerprint: f for _, f in arrived if f.state.fingerprint not in self.tree}
         promised: dict[int, float] = {}
         if new:
@@ -223,8 +225,9 @@ class _TreeSearch(States, Generic[Obs]):
             self.learn(path, (1 - self.config.trust) * saved + self.config.trust * max(saved, hoped))
 
     def evaluate(self, states: Sequence[SearchNode]) -> dict[int, float]:
-        """Add states to the tree. Returns, by fingerprint, the part of the initial cost that the critic expects to
-        save."""
+        """Add states to the tree. Returns, by fingerprint, the fraction of the initial cost that the critic expects to
+        be saved.
+        """
         if self.limits.over(self.expanded, self.best.cost):
             raise LimitReached
         situations = []

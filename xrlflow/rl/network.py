@@ -62,7 +62,7 @@ class Network:
         return Network(Parameters.load(path).extended(library))
 
     def log_probs(self, observations: Sequence[Observation]) -> npt.NDArray[np.float64]:
-        """For each observation: the log-probabilities of its candidates, then of No-Op, in one flat array."""
+        """For each observation: the log-probabilities of its candidates and, last, of No-Op, all in one flat array."""
         scores, stop = self._session.run(["scores", "stop"], Batch.of(observations).arrays())
         return _distributions(observations, scores, stop)
 

@@ -56,7 +56,7 @@ class Scorer(Protocol[ObsIn]):
     """The part of an agent that a search uses. See `xrlflow.rl.network.Network` and `xrlflow.rl.agent.InTorch`."""
 
     def log_probs(self, observations: Sequence[ObsIn]) -> npt.NDArray[np.float64]:
-        """For each observation the log-probabilities of its candidates, then of No-Op, in one flat array."""
+        """For each observation, the log-probabilities of its candidates and, last, of No-Op, all in one flat array."""
         ...
 
 
@@ -426,7 +426,7 @@ class _Search(States, Generic[Obs]):
         return advanced
 
     def settle(self, node: SearchNode) -> None:
-        """Descend from the end of a rollout, and queue the state there for evaluation if it is new."""
+        """Descend from the end of a rollout, and queue the resulting state for evaluation if it is new."""
         best = self.best
         end = self.descend(node)
         loss = max(0.0, end.cost - best.cost) / max(self.root.cost, 1e-30)

@@ -447,7 +447,7 @@ def fine_tune(
     """Train an agent on one task for at least `steps` steps, in this process, by the modelled reward.
 
     Returns the agent with the best evaluation on the task; it may be the original one. No iteration begins after
-    `deadline` (time.monotonic), and one in which a cost model raises NoTimeLeft does not count.
+    `deadline` (time.monotonic), and an iteration in which a cost model raises NoTimeLeft does not count.
     """
     per_iteration = min(256, max(1, steps))
     config = TrainConfig(

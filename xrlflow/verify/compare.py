@@ -129,7 +129,7 @@ class Judgement:
     """The verdict on one output of one case. The numbers are absolute, and 0 for exact comparisons."""
 
     criterion: Criterion
-    error: float = 0.0  # what is compared with the tolerance
+    error: float = 0.0  # the number that is compared with the tolerance
     tolerance: float = 0.0
     difference: float = 0.0  # the greatest |new - original| over finite elements
     worst: Element | None = None

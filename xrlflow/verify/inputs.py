@@ -233,8 +233,8 @@ class _Draw:
             return np.resize(np.sort(self.rng.permutation(rank)[:count]), self.shape)
         if constraint is TensorConstraint.SPLIT:
             return self.composition(self.size(self.demands.extent))
-        # If the model compares the input with numbers above 1, it may be more than a mask; zeros and ones are tried
-        # first.
+        # An input that may also be 2 is still drawn as a mask, as zeros and ones are tried first; an input that may be
+        # larger is not.
         wide = interval is not None and interval[1] > 2
         usual = dtype not in FLOATS or (self.values.ordinary and self.sample != 1)
         named = "mask" in self.name and usual and not (self.cautious and interval is not None)

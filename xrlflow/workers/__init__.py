@@ -1,9 +1,9 @@
 """Workers: they carry out tasks in this process, in other processes or on other machines, behind one interface.
 
-A worker factory starts workers: in this process (`InProcess`), in processes of this machine (`Processes`; `Forks`,
-which is quicker), or on the nodes of a Ray cluster (`cluster.Cluster`). Each worker has a handler: any object with a
-method `do`, created inside the worker. The workers of a `WorkerPool` take tasks from one queue. Replies do not depend
-on where the workers are.
+A worker factory starts workers: in this process (`InProcess`), in processes of this machine (`Processes`, or `Forks`,
+which starts them faster), or on the nodes of a Ray cluster (`cluster.Cluster`). Each worker has a handler: any object
+with a method `do`, created inside the worker. The workers of a `WorkerPool` take tasks from one queue. Replies do not
+depend on where the workers are.
 """
 
 from xrlflow.workers.local import InProcess

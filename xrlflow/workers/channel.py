@@ -1,6 +1,8 @@
-"""The starter's end of a worker's socket. Sending and receiving never wait, whatever the worker does.
+"""The end of a worker's socket in the process that started the worker. Sending and receiving never wait for the
+worker.
 
-What the socket does not take at once is sent by a thread, so that several workers get their tasks at the same time.
+Bytes that the socket does not accept at once are sent by a thread, so that several workers get their tasks at the same
+time.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from collections.abc import Sequence
 
 _LENGTH = struct.Struct("!i")
 _GREAT_LENGTH = struct.Struct("!iQ")
-"""The header of a message, as `multiprocessing.connection.Connection` at the other end has it. The second one begins
-with -1, and is for messages of 2 GiB and more."""
+"""The headers of messages, in the format of `multiprocessing.connection.Connection`, which the other end uses. The
+second header begins with -1, and is for messages of 2 GiB and more.
+"""
 _CHUNK = 1 << 18
 _LONGEST_WAIT = 1e6
 
@@ -29,7 +32,7 @@ class Channel:
         end.setblocking(False)
         self._socket = end
         self._unsent: deque[memoryview] = deque()
-        self._lock = threading.Lock()  # of what is unsent, and of its sender
+        self._lock = threading.Lock()  # guards the unsent bytes and their sender
         self._sender: threading.Thread | None = None
         self._received = bytearray()
         self.ended = False
@@ -57,7 +60,7 @@ class Channel:
                     return
 
     def _push(self) -> bool:
-        """Send what the socket takes now. Returns whether nothing is left."""
+        """Send as many bytes as the socket accepts now. Returns whether no bytes are left."""
         try:
             while self._unsent:
                 rest = self._unsent[0][self._socket.send(self._unsent[0]) :]
@@ -67,7 +70,7 @@ class Channel:
                     self._unsent.popleft()
         except BlockingIOError:
             return False
-        except OSError:  # the other end is closed, which `receive` finds, too
+        except OSError:  # the other end is closed; `receive` notices this, too
             self._unsent.clear()
         return True
 
@@ -104,19 +107,21 @@ class Channel:
         return message
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # it was closed before
+        with contextlib.suppress(OSError):  # the socket was closed before
             self._socket.shutdown(socket.SHUT_RDWR)
         if (sender := self._sender) is not None:
             sender.join()
         self._socket.close()
 
     def disown(self) -> None:
-        """Close the copy of the socket that this process has as a forked copy of another one, which goes on."""
+        """Close this process's copy of the socket. This process is a forked copy of another one, which continues to
+        use the socket.
+        """
         self._socket.close()
 
 
 def wait(channels: Sequence[Channel], seconds: float = math.inf) -> list[Channel]:
-    """Wait until there is something to receive, or for `seconds`. Returns the channels where there is."""
+    """Wait until there is something to receive, or for `seconds`. Returns the channels that are ready."""
     poll = select.poll()
     for channel in channels:
         poll.register(channel, select.POLLIN)

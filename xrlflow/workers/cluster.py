@@ -1,8 +1,8 @@
 """Workers on the nodes of a Ray cluster. Each is an actor: a separate process on a node that Ray chooses.
 
-Results do not depend on the cluster, so a worker that is lost (its process was killed, its node left) is only reported,
-and the caller gives its task to another one. If the cluster itself is gone, all workers are lost, and the next ones are
-started on the cluster that then has its address.
+Results do not depend on the cluster, so a worker that is lost (its process was killed, its node left) is only
+reported, and the caller gives its task to another worker. If the cluster itself is gone, all workers are lost, and
+later workers start on the next cluster at the same address.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from xrlflow.workers.remote import RemoteWorker
 _rays: Any = ray  # the type stubs of Ray lack some of its functions
 LOCAL = "local"
 LATENCY = "latency"
-"""A Ray resource. Each node that measures times has 1 of it, and a worker that measures takes it."""
+"""A Ray resource. Each node that measures times has 1 unit of it, and a worker that measures reserves this unit."""
 _MODE = "RAY_AUTH_MODE"
 _REFUSED = "InvalidAuthToken"
 LARGE = 1 << 16
-"""Arrays of tasks with at least so many bytes are sent to each node once, even if several workers get them."""
-_ANSWER = 5.0  # seconds that the head of a cluster may take to answer
+"""An array in tasks that has at least this many bytes is sent to each node once, even if several workers of the node
+need it.
+"""
+_ANSWER = 5.0  # seconds that the head of a cluster may take to reply
 _JOIN = 60.0  # seconds that joining a cluster may take
-_READY = 15.0  # seconds after which a head that answers is ready
+_READY = 15.0  # seconds after which a head that replies is ready
 _LOOK = 1.0  # seconds between checks of the head while no reply arrives
-_START = 120.0  # seconds that a worker may wait for a core that other programs use, and take to start
-_BACK = 120.0  # seconds that a cluster may be gone
+_START = 120.0  # seconds that a worker may take to start, with the wait for a core that other programs use
+_BACK = 120.0  # seconds for which a cluster may be gone
 _FETCH = 60.0  # seconds that the transfer of a reply to this machine may take
 
 
@@ -50,10 +52,11 @@ class ClusterError(WorkerError):
 
 
 class Cluster:
-    """A worker factory: the Ray cluster at an address (HOST:PORT of its head), or one of this machine alone ("local").
+    """A worker factory: the Ray cluster at an address (HOST:PORT of its head), or a cluster of this machine alone
+    ("local").
 
-    This machine becomes one of its nodes. `close` ends the workers and, if it is local, the cluster. Raises
-    ClusterError.
+    This machine becomes a node of the cluster. `close` ends the workers and, if the cluster is local, the cluster.
+    Raises ClusterError.
     """
 
     def __init__(self, address: str, patience: float = _BACK) -> None:
@@ -61,9 +64,9 @@ class Cluster:
         self._patience = patience
         self._open: dict[int, RayWorker] = {}
         self._sent: list[tuple[Any, Any]] = []
-        # Becomes True once workers were lost: Ray may go on to count the cores of a node that has left.
+        # Becomes True once workers were lost: Ray may continue to count the cores of a node that has left.
         self._shrunk = False
-        # If the caller has a Ray session already, it is used, and not closed.
+        # If the caller has a Ray session already, this session is used, and it is not closed.
         self._own = not ray.is_initialized()
         self._mode = os.environ.get(_MODE)
         if self._own:
@@ -81,7 +84,7 @@ class Cluster:
 
     @property
     def measuring(self) -> int:
-        """How many nodes measure times. Raises ClusterError if none does."""
+        """How many nodes measure times. Raises ClusterError if no node does."""
         if count := int(self._total(LATENCY)):
             return count
         raise ClusterError(
@@ -101,7 +104,7 @@ class Cluster:
         return new
 
     def replied(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
-        """See `WorkerFactory.replied`. A worker that is lost counts as one that replied."""
+        """See `WorkerFactory.replied`. A worker that is lost counts as if it had replied."""
         end = None if seconds is None else time.monotonic() + seconds
         mine = [worker for worker in workers if isinstance(worker, RayWorker)]
         while True:
@@ -118,7 +121,7 @@ class Cluster:
             self._look(mine)
 
     def share(self, array: Any) -> Any:
-        """A reference to an array of several tasks. The array becomes read-only."""
+        """A reference to an array that several tasks contain. The array becomes read-only."""
         for sent, reference in self._sent:
             if sent is array:
                 return reference
@@ -157,7 +160,7 @@ class Cluster:
         return {"num_cpus": 0, "scheduling_strategy": self._least_used()}
 
     def _least_used(self) -> NodeAffinitySchedulingStrategy:
-        """The node with the fewest workers per core, of those workers that this object started."""
+        """The node with the fewest workers per core. Only workers that this object started count."""
         used: dict[str, int] = {}
         for worker in self._open.values():
             used[worker.node] = used.get(worker.node, 0) + 1
@@ -172,12 +175,13 @@ class Cluster:
         return float(_rays.cluster_resources().get(resource, 0.0))
 
     def _there(self) -> bool:
-        """Whether the head of the joined cluster is still there. Another head may have its address; a process that
-        takes it for the old one is ended by Ray."""
+        """Whether the head of the joined cluster still runs. Another head may have its address by now; Ray ends a
+        process that mistakes the new head for the old one.
+        """
         return ray.is_initialized() and _listens(self._head) and _identity(self._head) == self._identity
 
     def _look(self, workers: Sequence[RayWorker]) -> None:
-        """While no reply arrives: check that the head is there, and that all workers have started."""
+        """While no reply arrives: check that the head still runs, and that all workers have started."""
         if not self._there():
             self._rejoin()
             return
@@ -196,11 +200,11 @@ class Cluster:
 
 
 class RayWorker:
-    """A worker on a node: a Ray actor, and the task that it was given."""
+    """A worker on a node: a Ray actor, and its present task."""
 
     def __init__(self, cluster: Cluster, actor: Any, make: MakeHandler, name: str, kind: Kind) -> None:
         self.name, self.kind = name, kind
-        self.lost, self.ready = False, True  # assumed until something else is known
+        self.lost, self.ready = False, True  # assumed until the opposite is known
         self.node = ""
         self.task: Any = None
         self._cluster, self._actor = cluster, actor
@@ -225,7 +229,7 @@ class RayWorker:
         try:
             self._greeted()
             result = ray.get(task, timeout=_FETCH)
-        except RayTaskError as error:  # the node cannot unpickle what it was sent
+        except RayTaskError as error:  # the node cannot unpickle the task
             raise _unreadable(self.name, error) from error
         except (RayError, GetTimeoutError) as error:
             if "ModuleNotFoundError" in str(error):
@@ -237,14 +241,14 @@ class RayWorker:
         return result
 
     def messages(self) -> list[Any]:
-        """Messages on other machines are not sent here, so there are none."""
+        """An empty list: messages of handlers are not sent between machines."""
         return []
 
     def release(self) -> None:
-        """Nothing to prepare: Ray ends workers one by one."""
+        """Does nothing: Ray ends workers one by one in any case."""
 
     def check_started(self) -> None:
-        """Give the worker up if it has waited too long for a core that other programs use."""
+        """End the worker, as lost, if it has waited too long for a core that other programs use."""
         if self._greeting is None or self.kind is Kind.MEASURE or time.monotonic() < self._begun + _START:
             return
         ready, _ = ray.wait([self._greeting], timeout=0)
@@ -254,7 +258,7 @@ class RayWorker:
     def close(self) -> None:
         self._cluster.forget(self)
         self.task = None
-        with contextlib.suppress(Exception):  # it may have ended
+        with contextlib.suppress(Exception):  # the actor may have ended already
             ray.kill(self._actor)
         self.lost = True
 
@@ -310,7 +314,9 @@ def _join(address: str, patience: float) -> None:
 
 
 def _identity(head: str) -> str | None:
-    """What distinguishes the cluster of this head from an earlier one at its address; None if it does not answer."""
+    """A text that distinguishes the cluster of this head from earlier clusters at its address; None if the head does
+    not reply.
+    """
     try:
         return str(_rays._raylet.GcsClient(address=head).cluster_id)
     except RayError:
@@ -333,7 +339,9 @@ def _connect(address: str) -> None:
 
 
 def _authenticate(mode: str | None) -> None:
-    """Send the user's token to clusters ("token") or not ("disabled"); None: Ray's default."""
+    """Set whether Ray sends the user's token to clusters: "token" sends it, "disabled" does not, None is Ray's
+    default.
+    """
     if mode is None:
         os.environ.pop(_MODE, None)
     else:
@@ -345,7 +353,7 @@ def _mode_of(address: str) -> str:
     """Whether a cluster requires a token. Raises ClusterError.
 
     A separate process tries to connect, because without a working cluster Ray waits for minutes, or ends the process.
-    If the user has set the mode, that is the result.
+    If the user has set the mode, the result is this mode.
     """
     mode_by_user = os.environ.get(_MODE)
     for mode in ("disabled", "token") if mode_by_user is None else (mode_by_user,):
@@ -373,7 +381,7 @@ def _try(address: str, mode: str) -> str | None:
             env={**os.environ, _MODE: mode},
         )  # fmt: skip
         try:
-            while trying.poll() is None and _REFUSED not in _content(log):  # it would be tried for ever
+            while trying.poll() is None and _REFUSED not in _content(log):  # Ray would retry for ever
                 if time.monotonic() >= end:
                     raise ClusterError(
                         f"what answers at {address} is no head of a Ray cluster, or it is hung"
@@ -405,7 +413,7 @@ def _gist(error: object) -> str:
 
 
 def _unreadable(name: str, error: BaseException) -> WorkerError:
-    """The error for a node that cannot unpickle what it was sent: it lacks a module, or the content is broken."""
+    """The error for a node that cannot unpickle a message: the node lacks a module, or the content is broken."""
     text = str(error)
     missing = re.search(r"No module named '([\w.]+)'", text)
     where = re.search(r"ip=([\w.:]+)", text)

@@ -9,7 +9,7 @@ from xrlflow.workers.protocol import Kind, MakeHandler, Worker, WorkerError
 
 
 class InProcess:
-    """A factory of workers that do their tasks in this process, when they are asked for the reply."""
+    """A factory of workers that do their tasks in this process, when `reply` is called."""
 
     cores = measuring = 1
 

@@ -26,35 +26,37 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 ATTEMPTS = 3
-"""The default of `Terms.attempts`, and how many workers in a row may fail to start."""
+"""The default of `Terms.attempts`, and the number of workers in a row that may fail to start."""
 
 Fallback = Callable[[Any, WorkerError], Any]
-"""Computes the reply to a task that was given up, from the task and the error."""
+"""A function that computes the reply to a task that was given up, from the task and the error."""
 OnMessage = Callable[[int, Any], float]
-"""Receives a message of a worker: the number of its task, and the content. Returns how many seconds the worker may be
-silent from now on."""
+"""A function that receives a message of a worker: the number of its task, and the content. It returns for how many
+seconds the worker may be silent from now on.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is expected of the workers of a pool."""
+    """The limits for the workers of a pool."""
 
     seconds: float = math.inf
     """A worker that sends nothing for longer than this while it does a task is ended, and the task is given up."""
     start: float = math.inf
-    """Seconds that a worker may take to become ready. After ATTEMPTS failures in a row there is an error."""
+    """Seconds that a worker may take to become ready. After ATTEMPTS failures in a row, WorkerError is raised."""
     uses: float = math.inf
-    """A worker is replaced after so many tasks, because libraries keep memory."""
+    """A worker is replaced after this many tasks, because libraries do not release all memory."""
     attempts: int = ATTEMPTS
-    """A task over which so many workers were lost is given up."""
+    """A task is given up after this many workers were lost while they did it."""
     scarce: bool = False
-    """Workers need a scarce resource, and one that was silent has lost it: it is not replaced, and another worker gets
-    its task."""
+    """Whether workers need a scarce resource. If so, a worker that was silent for too long counts as having lost the
+    resource: it is not replaced, and another worker gets its task.
+    """
 
 
 @dataclass(slots=True)
 class _QueuedTask:
-    """A task, its number, and how many workers were lost over it."""
+    """A task, its number, and how many workers were lost while they did it."""
 
     number: int
     task: Any
@@ -63,8 +65,9 @@ class _QueuedTask:
 
 @dataclass(slots=True)
 class _Member:
-    """A worker of the pool, and what it does. `limit`: until when it may be silent (time.monotonic). `attempt`: how
-    many workers in a row had failed to start when it was started."""
+    """A worker of the pool, with its present task. `limit`: until when it may be silent (time.monotonic). `attempt`:
+    how many workers in a row had failed to start when it was started.
+    """
 
     worker: Worker
     limit: float
@@ -76,8 +79,9 @@ class _Member:
 
 @dataclass(slots=True)
 class _Queue:
-    """Tasks that no worker has. `again`: those whose worker was lost. `over`: the replies of the fallback to those that
-    were given up."""
+    """Tasks that no worker has. `again`: the tasks whose worker was lost. `over`: the replies of the fallback to tasks
+    that were given up.
+    """
 
     source: Iterator[_QueuedTask]
     fallback: Fallback | None = None
@@ -97,8 +101,8 @@ class _Queue:
 class WorkerPool:
     """`count` workers of a factory. Use it in a `with` statement, or close it. Workers start when there are tasks.
 
-    A worker that is lost is replaced, and its task is given to another one, so that each task has one reply. If the
-    factory has no room for another worker, the remaining ones do the tasks.
+    A worker that is lost is replaced, and its task is given to another worker, so that each task has one reply. If the
+    factory has no room for another worker, the remaining workers do the tasks.
     """
 
     def __init__(
@@ -130,11 +134,12 @@ class WorkerPool:
         fallback: Fallback | None = None,
         on_message: OnMessage | None = None,
     ) -> Generator[tuple[int, Any], None, None]:
-        """The replies as they arrive, each with the number of its task. No task begins after `until` (time.monotonic).
+        """Yield the replies as they arrive, each with the number of its task. No task begins after `until`
+        (time.monotonic).
 
-        The reply to a task that is given up (see `Terms`) is `fallback(task, error)`. If the generator is closed early,
-        busy workers are ended. Raises WorkerError if a handler fails, if a task is given up without `fallback`, or if
-        no worker is left.
+        The reply to a task that is given up (see `Terms`) is `fallback(task, error)`. If the generator is closed
+        early, busy workers are ended. Raises WorkerError if a handler fails, if a task is given up without `fallback`,
+        or if no worker is left.
         """
         queued_tasks = (_QueuedTask(number, task) for number, task in enumerate(tasks))
         queue = _Queue(queued_tasks, fallback, on_message)
@@ -175,12 +180,12 @@ class WorkerPool:
             except BaseException:
                 queue.again.append(queued)
                 raise
-            if member is None:  # there is no room for another worker: the task waits for a busy one
+            if member is None:  # there is no room for another worker: the task waits for a busy worker
                 queue.again.appendleft(queued)
                 return
             try:
                 member.worker.begin(queued.task)
-            except WorkerLost as lost:  # it was lost while it was idle
+            except WorkerLost as lost:  # the worker was lost while it was idle
                 queue.again.append(queued)
                 self._lost(member, queue, lost)
             except BaseException:
@@ -193,7 +198,7 @@ class WorkerPool:
                 )
 
     def _another(self) -> _Member | None:
-        """A new worker; None if there is no room for it and there are others."""
+        """A new worker; None if there is no room for it and the pool has other workers."""
         try:
             worker = self._factory.worker(self._make, f"{self._name} {next(self._numbers)}", self._kind)
         except WorkerError:
@@ -233,7 +238,7 @@ class WorkerPool:
                 self._late(member, queue)
 
     def _note(self, member: _Member, queue: _Queue) -> None:
-        """Take a worker's messages, and note whether it is ready."""
+        """Receive a worker's messages, and note whether the worker is ready."""
         if member.worker.ready and not member.ready:
             member.ready, self._failed_starts = True, 0
             member.limit = time.monotonic() + self._terms.seconds
@@ -246,7 +251,7 @@ class WorkerPool:
         self._end(member)
         queued = member.queued
         if not member.worker.ready:
-            if member.attempt >= self._failed_starts:  # and not one of several that failed together
+            if member.attempt >= self._failed_starts:  # several that fail together count once
                 self._failed_starts += 1
             if self._failed_starts >= ATTEMPTS:
                 raise WorkerError(f"no {self._name} can be started: {lost}") from lost
@@ -273,7 +278,7 @@ class WorkerPool:
             queue.give_up(member.queued, late)
 
     def _retire(self, member: _Member, queue: _Queue, error: WorkerError) -> None:
-        """End a worker, and do not replace it. Another one gets its task."""
+        """End a worker without replacing it. Another worker gets its task."""
         self._end(member)
         self.count -= 1
         if not self.count:
@@ -287,11 +292,11 @@ class WorkerPool:
         member.worker.close()
 
     def close(self) -> None:
-        """End the workers. The pool may be used again, with new ones."""
+        """End the workers. The pool may be used again, with new workers."""
         self._end_all(list(self._members))
 
     def _end_all(self, members: Sequence[_Member]) -> None:
-        """End members, in the time that one of them needs."""
+        """End several members at once, in the time that one of them needs."""
         for member in members:
             member.worker.release()
         for member in members:

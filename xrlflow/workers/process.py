@@ -1,8 +1,9 @@
 """Workers in processes of this machine that may crash, hang or be killed: how they are started, used and ended.
 
-A worker's process has this one's Python, package, environment and module path. It leads its own session: Ctrl-C does
-not reach it, and the processes that it starts are ended with it. It ends when this process ends, however that happens.
-Its standard error goes to a file, whose last error is part of the reason why a worker is lost.
+A worker's process has the Python, package, environment and module path of this process. It leads its own session:
+Ctrl-C does not reach it, and the processes that it starts are ended with it. It ends when this process ends, even if
+this process is killed. Its standard error goes to a file; the last error in this file is part of the message when a
+worker is lost.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 DYING = 5.0
-"""Seconds that a process may take to end once it has closed its connection."""
+"""Seconds that a process may take to end after it has closed its connection."""
 _LAST = 1 << 16
 # glog: "F1125 10:31:03.766393   11234 file.cc:744] message". C++: "terminate called after ...", then "  what():  ...".
 _GLOG = re.compile(r"F\d{4} \S+ +\d+ \S+\] (.*)")
@@ -47,7 +48,9 @@ _FATAL = re.compile(r"terminate called|Fatal Python error|\S*Error\b")
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment with the variables that a child needs to import this package, and `variables`."""
+    """This process's environment, together with `variables` and the variables that a child needs to import this
+    package.
+    """
     root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH")
     path = root + (os.pathsep + inherited if inherited else "")
@@ -57,7 +60,7 @@ def environment(**variables: str) -> dict[str, str]:
 def command(module: str, function: str, *arguments: float | str) -> list[str]:
     """The command of a process that calls a function of a module of this package.
 
-    The working directory is not searched for modules, since a file there may have the name of one.
+    The process does not search its working directory for modules, since a file in it may have the name of a module.
     """
     path = "import sys; sys.path[:] = filter(None, sys.path)"
     return [sys.executable, "-c", f"{path}; from {module} import {function}; {function}(*{arguments!r})"]
@@ -65,7 +68,7 @@ def command(module: str, function: str, *arguments: float | str) -> list[str]:
 
 @contextlib.contextmanager
 def _starting() -> Iterator[None]:
-    """Raises WorkerError if the system has no room: for a process, a socket, a file."""
+    """Raises WorkerError if the system refuses another process, socket or file in the block."""
     try:
         yield
     except OSError as error:
@@ -73,28 +76,33 @@ def _starting() -> Iterator[None]:
 
 
 class Process(Protocol):
-    """A worker's process. `pid`: 0 until it is known. `logs`: its output; the first log with an error counts."""
+    """A worker's process. `pid`: 0 until it is known. `logs`: files of its output; the first file with an error
+    counts.
+    """
 
     pid: int
     logs: Sequence[IO[bytes]]
 
     def end(self, patience: float) -> int | None:
-        """Wait `patience` seconds until it ends, then kill it. Returns how it ended, as `Popen.returncode`; None if it
-        was killed by this call. It is called once."""
+        """Wait up to `patience` seconds until the process ends, then kill it. Returns its status, as
+        `Popen.returncode`, or None if this call killed it. This is called once.
+        """
         ...
 
     def release(self) -> None:
-        """Let it end by itself, as if this process had ended."""
+        """Let the process end by itself, as if its parent had ended."""
         ...
 
     def close(self) -> None:
-        """Remove its files. It must have ended."""
+        """Remove the files of the process, which must have ended."""
         ...
 
 
 class Started:
-    """A process that was started to call a function of `serving`, with a socket (whose other end is `socket`), a folder
-    for temporary files ("": the usual one), and further arguments. Raises WorkerError if it cannot be started."""
+    """A process that was started to call a function of `serving`, with a socket (`socket` is its other end), a folder
+    for temporary files ("": the usual folder), and further arguments. Raises WorkerError if the process cannot be
+    started.
+    """
 
     def __init__(
         self, function: Callable[..., None], variables: Mapping[str, str], folder: str, *arguments: float
@@ -122,14 +130,14 @@ class Started:
     def end(self, patience: float) -> int | None:
         ended = self.ends(patience)
         if self._process.returncode is None:
-            # Until its status is read, no other process group can have its number.
+            # Until the status of the process is read, no other process group can have its number.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
         return self._process.returncode if ended else None
 
     def ends(self, patience: float) -> bool:
-        """Whether it ends within `patience` seconds."""
+        """Whether the process ends within `patience` seconds."""
         until = time.monotonic() + patience
         while self._process.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -149,8 +157,8 @@ class Started:
 class ProcessWorker:
     """A worker in a separate process. `patience`: seconds that the process has to clean up when it is ended.
 
-    `end`: of a socket. `first`: messages that are sent before all others. `lost`: the exception of `begin` and `reply`
-    once the worker has ended, or was ended. One thread at a time may use it.
+    `end`: this process's end of the socket. `first`: messages that are sent before all others. `lost`: the exception
+    that `begin` and `reply` raise once the worker has ended, or was ended. Only one thread at a time may use a worker.
     """
 
     def __init__(
@@ -168,22 +176,22 @@ class ProcessWorker:
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended, or was ended."""
+        """Whether the worker has ended, or was ended."""
         if self.lost is None:
             self.replied()
         return self.lost is not None
 
     def begin(self, task: Any) -> None:
-        """See `Worker.begin`. It does not wait until the worker has read the task.
+        """See `Worker.begin`. This returns before the worker has read the task.
 
-        Raises WorkerError if it has a task already.
+        Raises WorkerError if the worker has a task already.
         """
         data = _pickled(task)
         closed = self.closed
         if self._busy and not closed:
             raise WorkerError(f"{self.name} has a task already")
         if closed:
-            if self._replies:  # the reply is why its handler could not be created
+            if self._replies:  # the reply says why the handler could not be created
                 self.reply()
             assert self.lost is not None
             raise self.lost
@@ -191,13 +199,13 @@ class ProcessWorker:
         self.channel.send(data)
 
     def replied(self) -> bool:
-        """Receive what has arrived. Returns whether there is a reply, or the worker is lost."""
+        """Receive the messages that have arrived. Returns whether there is a reply, or the worker is lost."""
         try:
             for data in self.channel.receive():
                 self._take(data)
             if self.channel.ended and self.lost is None:
                 self._lose(self._end(DYING))
-        except BaseException:  # Ctrl-C: part of a message may be gone
+        except BaseException:  # Ctrl-C: a part of a message may be lost
             self.close()
             raise
         return bool(self._replies) or self.lost is not None
@@ -205,7 +213,7 @@ class ProcessWorker:
     def _take(self, data: bytearray) -> None:
         try:
             message = pickle.loads(data)
-        except Exception as error:  # later replies must not go to later tasks
+        except Exception as error:  # later replies must not count as replies to later tasks
             why = traceback.format_exception_only(error)[-1].strip()
             message = Failure(f"its reply cannot be read: {why}", traceback.format_exc())
             self.close()
@@ -218,7 +226,9 @@ class ProcessWorker:
                 self._replies.append(message)
 
     def reply(self, until: float = math.inf) -> Any:
-        """See `Worker.reply`. If there is no reply at `until` (time.monotonic), it is closed: raises WorkerLate."""
+        """See `Worker.reply`. If there is no reply at `until` (time.monotonic), the worker is closed, and WorkerLate
+        is raised.
+        """
         try:
             while not self._replies:
                 if self.lost is not None:
@@ -230,7 +240,7 @@ class ProcessWorker:
                     raise WorkerLate(f"{self.name} was ended: its time was over")
         except WorkerLost:
             raise
-        except BaseException:  # Ctrl-C: replies that arrive later must not go to later tasks
+        except BaseException:  # Ctrl-C: replies that arrive later must not count as replies to later tasks
             self.close()
             raise
         reply, self._busy = self._replies.popleft(), False
@@ -243,7 +253,7 @@ class ProcessWorker:
         return messages
 
     def release(self) -> None:
-        """Let it end by itself, so that `close` waits for a shorter time."""
+        """Let the worker end by itself, so that `close` waits for a shorter time."""
         self._released = min(self._released, time.monotonic())
         self.channel.close()
         self.process.release()
@@ -255,7 +265,7 @@ class ProcessWorker:
             self.lost = WorkerLost(f"{self.name} is closed")
 
     def disown(self) -> None:
-        """Leave it to the process that this one was forked from."""
+        """Leave the worker to the process from which this one was forked."""
         self.channel.disown()
         self.process.release()
         if self.lost is None:
@@ -265,7 +275,7 @@ class ProcessWorker:
         self.lost = WorkerLost(f"{self.name} ended {how}", how)
 
     def _end(self, patience: float) -> str:
-        """End it. Returns how the process ended, and the last error in its output."""
+        """End the worker. Returns how its process ended, and the last error in its output."""
         self.channel.close()
         how = manner(self.process.end(patience))
         error = next(filter(None, map(last_words, self.process.logs)), "")
@@ -308,7 +318,7 @@ def _gist(line: str) -> str:
 
 
 class Local:
-    """What the worker factories of this machine have in common."""
+    """The parts that all worker factories of this machine share."""
 
     measuring = 1
 
@@ -327,10 +337,11 @@ class Local:
 
 
 class Processes(Local):
-    """A factory of workers in processes of this machine. `cores`: how many may compute at a time; by default all.
+    """A factory of workers in processes of this machine. `cores`: how many workers may compute at a time; by default
+    as many as there are cores.
 
-    `variables`: for their environment. `patience`: seconds that a process has to clean up when it is ended; it then has
-    a folder of its own for temporary files, which is removed in any case.
+    `variables`: variables for their environment. `patience`: seconds that a process has to clean up when it is ended.
+    With `patience`, each process has a folder of its own for temporary files, which is removed in any case.
     """
 
     def __init__(
@@ -349,11 +360,13 @@ class Processes(Local):
 
 
 class Forks(Local):
-    """A factory of workers that are forked, in milliseconds, from one process that has called `prepare` before.
+    """A factory of workers that are forked from one process (the fork server), which has called `prepare` before. A
+    fork takes milliseconds.
 
-    Workers share its process group and its folder for temporary files. They end, and the folder is removed, when the
-    factory is closed, or this process ends. `prepare` must start no thread, because a process with several threads
-    cannot be forked safely; `variables` of the environment keep libraries from starting some. Raises WorkerError.
+    Workers share the server's process group and its folder for temporary files. They end, and the folder is removed,
+    when the factory is closed, or when this process ends. `prepare` must start no thread, because a process with
+    several threads cannot be forked safely; `variables` of the environment keep libraries from starting threads.
+    Raises WorkerError.
     """
 
     def __init__(self, prepare: Callable[[], object], variables: Mapping[str, str] | None = None) -> None:
@@ -390,7 +403,7 @@ class Forks(Local):
             self.server.close()
 
     def disown(self) -> None:
-        """Leave the workers to the process that this one was forked from."""
+        """Leave the workers to the process from which this one was forked."""
         self.server.socket.close()
         self.server.release()
         self._owned = False
@@ -405,8 +418,9 @@ class Forks(Local):
 
 
 _OWN: weakref.WeakSet[ProcessWorker | Forks] = weakref.WeakSet()
-"""What this process has started. A forked copy of it leaves that to this process: two readers of one socket would take
-each other's replies, and a worker would not see that this process ends."""
+"""The workers and factories that this process has started. A forked copy of this process leaves them to this process:
+two readers of one socket would receive each other's replies, and a worker would not notice that this process ends.
+"""
 
 
 def _disown() -> None:
@@ -418,7 +432,7 @@ os.register_at_fork(after_in_child=_disown)
 
 
 class _Forked:
-    """A process that was forked from a server. Only the server can wait for it."""
+    """A process that was forked from a server. Only the server can wait for this process."""
 
     def __init__(self, server: Started, number: int, log: IO[bytes]) -> None:
         self.pid = 0
@@ -428,25 +442,27 @@ class _Forked:
     def end(self, patience: float) -> int | None:
         # Before the worker is ready, the server may be busy for long, and cannot reply.
         order = END if self.pid or patience else DROP
-        with contextlib.suppress(OSError):  # the server is dead
+        with contextlib.suppress(OSError):  # the server has ended
             self._server.socket.sendall(REQUEST.pack(order, self._number, patience))
             if order == DROP:
                 return None
             while reply := self._server.socket.recv(STATUS.size):
                 number, status = STATUS.unpack(reply)
-                if number == self._number:  # an interrupt may have left another one unread
+                if number == self._number:  # after an interrupt, an earlier status may still be unread
                     return None if status == KILLED else int(status)
         return self._server.end(0.0) if self._server.ends(min(patience, 1.0)) else None
 
     def release(self) -> None:
-        """Nothing to do: it ends when it finds its connection closed."""
+        """Does nothing: the process ends when its connection is closed."""
 
     def close(self) -> None:
         self.logs[0].close()
 
 
 def _modules(name: str, main: bool) -> dict[str, Any]:
-    """The module path for the worker. `main`: with this process's own main module, if the handler is defined there."""
+    """The module path for the worker. `main`: include this process's own main module, because the handler is defined
+    in it.
+    """
     keys = ("sys_path", "init_main_from_name", "init_main_from_path") if main else ("sys_path",)
     data = spawn.get_preparation_data(name)
     return {key: data[key] for key in keys if key in data}

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 
 class WorkerError(RuntimeError):
-    """A worker failed, or none can be started. The message is one line; a note has the traceback of the worker."""
+    """A worker failed, or no worker can be started. The message is one line; a note has the traceback of the worker."""
 
 
 class WorkerLost(WorkerError):
-    """A worker's process or machine ended. Another worker can be given its task.
+    """A worker's process or machine ended. Its task can be given to another worker.
 
-    `how`: how the process ended, if that is known: what follows "it ended", such as "by SIGSEGV" or "with status 3: its
-    last error".
+    `how`: how the process ended, if that is known: the words that follow "it ended", such as "by SIGSEGV" or "with
+    status 3: its last error".
     """
 
     def __init__(self, text: str, how: str = "") -> None:
@@ -32,7 +32,8 @@ class WorkerLate(WorkerLost):
 
 class Unable(Exception):
     """Raised by a handler that can do no more tasks, because a resource is gone. Its worker is not replaced, and
-    another one gets the task."""
+    another worker gets the task.
+    """
 
 
 class WorkerUnable(WorkerError):
@@ -40,32 +41,35 @@ class WorkerUnable(WorkerError):
 
 
 class Handler(Protocol):
-    """Does tasks inside a worker. It never changes a task, nor the arrays in it."""
+    """An object that does tasks inside a worker. It changes neither a task nor the arrays in it."""
 
     def do(self, task: Any) -> Any: ...
 
 
 MakeHandler = Callable[[], Handler]
-"""Creates a handler in the worker's process. It is pickled and sent there, so it is a module's function or an
-object."""
+"""A function that creates a handler in the worker's process. It is pickled and sent to that process, so it is a
+function of a module, or an object with `__call__`.
+"""
 
 
 class Kind(Enum):
-    """What a worker does, which decides where it may run."""
+    """The kind of work that a worker does, on which it depends where the worker may run."""
 
-    COMPUTE = "compute"  # takes a processor core
-    WAIT = "wait"  # mostly waits, and takes no core
+    COMPUTE = "compute"  # occupies a processor core
+    WAIT = "wait"  # mostly waits, and occupies no core
     MEASURE = "measure"  # measures times: there is at most one on a machine
 
 
 class Worker(Protocol):
-    """Does one task at a time: call `begin`, then `reply`. `ready`: its handler was created, as far as is known."""
+    """Does one task at a time: call `begin`, then `reply`. `ready`: whether its handler was created, as far as is
+    known.
+    """
 
     name: str
     ready: bool
 
     def begin(self, task: Any) -> None:
-        """Give it a task. Raises WorkerLost if it is gone."""
+        """Give the worker a task. Raises WorkerLost if the worker is gone."""
         ...
 
     def reply(self) -> Any:
@@ -78,11 +82,11 @@ class Worker(Protocol):
         ...
 
     def release(self) -> None:
-        """Announce that it is not needed any more. It still has to be closed."""
+        """Announce that the worker is not needed any more. It still has to be closed."""
         ...
 
     def close(self) -> None:
-        """End it, even if it is busy. A second call does nothing."""
+        """End the worker, even if it is busy. A second call does nothing."""
         ...
 
 
@@ -104,18 +108,19 @@ class WorkerFactory(Protocol):
         ...
 
     def replied(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
-        """Wait until some of these workers, which all have a task, have replied or are lost, and return those; none
-        after `seconds`, or when one of them only became ready or sent a message."""
+        """Wait until some of these workers, which all have a task, have replied or are lost, and return those that
+        have or are. The result is empty after `seconds`, and when a worker only became ready or sent a message.
+        """
         ...
 
     def close(self) -> None:
-        """End what the factory has started."""
+        """End all workers and processes that the factory has started."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error in a worker, in a form that can be pickled."""
+    """An error in a worker, as an object that can be pickled."""
 
     error: str
     traceback: str
@@ -138,6 +143,7 @@ class Failure:
 
 
 def own_version() -> str:
-    """The version of this package. Its root is loaded already, and may not be imported here: it imports upper
-    layers."""
+    """The version of this package. The package itself is loaded already. It may not be imported in this module,
+    because it imports upper layers.
+    """
     return str(sys.modules[__name__.partition(".")[0]].__version__)

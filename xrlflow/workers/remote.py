@@ -1,5 +1,6 @@
-"""What runs in a worker's process on a node of a cluster, where this package and the handler's imports are
-installed."""
+"""The code that runs in a worker's process on a node of a cluster. The node must have this package and the packages
+that the handler imports.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ class RemoteWorker:
         return Greeting(socket.gethostname(), node, own_version())
 
     def make(self, make: MakeHandler) -> None:
-        """Create the handler. If that fails, the reply to every task is the failure."""
+        """Create the handler. If this fails, the reply to every task is the failure."""
         try:
             self._handler = make()
         except Exception as error:
             self._failure = Failure.of(error)
 
     def do(self, task: Any, names: Sequence[str], *arrays: Any) -> Any:
-        """Carry out a task whose fields `names` are `arrays`."""
+        """Carry out a task, whose fields `names` are the arrays in `arrays`."""
         if self._failure is not None or self._handler is None:
             return self._failure
         try:

@@ -1,4 +1,6 @@
-"""What runs in the processes that `process` starts: a worker, or the server from which workers are forked."""
+"""The code that runs in the processes that the module `process` starts: a worker, or the server from which workers are
+forked.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,15 @@ from typing import Any
 from xrlflow.workers.protocol import Failure, Handler
 
 PREPARE = "prepare"
-"""The file in a server's folder that says which function it calls first."""
+"""The file in a server's folder that names the function that the server calls first."""
 REQUEST = struct.Struct("!Bid")
-"""A request to a server: what to do, the number of a worker, and how many seconds it has to end. With FORK come a
-connection and a log."""
+"""A request to a server: what to do, the number of a worker, and how many seconds the worker has to end. A connection
+and a log file are sent with FORK.
+"""
 FORK, END, DROP = range(3)
-"""Start a worker; end it, and reply how it ended; end it, without a reply."""
+"""FORK: start a worker. END: end a worker, and reply how it ended. DROP: end a worker, without a reply."""
 STATUS = struct.Struct("!ii")
-"""The number of a worker, and how it ended, as `Popen.returncode`; KILLED: it did not end, and was killed."""
+"""The number of a worker, and how it ended, as `Popen.returncode`; KILLED: the worker did not end, and was killed."""
 KILLED = 1 << 16
 
 
@@ -41,7 +44,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a handler reports while it works."""
+    """A message that a handler sends while it works."""
 
     content: Any
 
@@ -73,7 +76,7 @@ def serve(descriptor: int, life: int, folder: str, patience: float) -> None:
         spawn.prepare(connection.recv())
         _work(connection)
     except (EOFError, ConnectionError):
-        if not patience:  # at once: unwinding would release the handler, and close what it has open
+        if not patience:  # end at once: unwinding would release the handler, and close what it has open
             os.killpg(0, signal.SIGKILL)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -91,7 +94,8 @@ def _closed(descriptor: int, milliseconds: int | None = None) -> bool:
 
 
 def _end_with_parent(descriptor: int, life: int, folder: str, patience: float = 0.0) -> None:
-    """Fork a process that ends this one, and the processes it started, as soon as the other end of `life` is closed.
+    """Fork a process that ends this one, and the processes that this one started, as soon as the other end of `life`
+    is closed.
 
     A parent that is killed cannot end its children. A child may be in an endless loop inside a library that does not
     release the interpreter's lock, so that none of its threads could end it.
@@ -103,7 +107,7 @@ def _end_with_parent(descriptor: int, life: int, folder: str, patience: float = 
         return
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.close(descriptor)  # the parent is to see when the worker closes its own
+        os.close(descriptor)  # so that the parent notices when the worker closes its own copy
         _closed(life)
         if patience and os.getppid() == worker:
             os.kill(worker, signal.SIGTERM)
@@ -116,11 +120,11 @@ def _end_with_parent(descriptor: int, life: int, folder: str, patience: float = 
 
 
 def _end_group(folder: str) -> None:
-    """End all processes of this group, this one included, and remove the folder."""
+    """End all processes of this process group, this one included, and remove the folder."""
     if folder:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
-        time.sleep(0.05)  # until none of them writes any more
+        time.sleep(0.05)  # until no process writes any more
         shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
@@ -192,7 +196,7 @@ def _fork(requests: socket.socket, connection: int, log: int) -> int:
     -1 if there is none."""
     try:
         process = os.fork()
-    except OSError:  # out of memory: the caller sees that the connection closes
+    except OSError:  # out of memory: the caller notices that the connection closes
         traceback.print_exc()
         process = -1
     if process != 0:

@@ -81,8 +81,8 @@ def refined(
 def improve(explorer: Explorer, ranked: Callable[[Node], Sequence[str]], seed: int) -> None:
     """Improve the best order, until the budget is used up. Raises BudgetUsedUp.
 
-    First, passes are appended one by one: each is the first of the passes that `ranked` returns for the node that
-    improves the module. When no pass does, evolution continues from this order.
+    First, passes are appended one by one: each is the first pass, in the order of `ranked(node)`, that improves the
+    module. When no pass improves it, evolution continues from this order.
     """
     node, bettered = explorer.best, True
     while bettered and len(node.passes) < explorer.budget.horizon:
