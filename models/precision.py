@@ -1,4 +1,5 @@
-"""Low-precision forms of networks, made by the tools that people use, and the files to measure and to learn from.
+"""Low-precision versions of networks, made by the tools that people use, and the list of files to measure and to train
+on.
 
     from models import precision
     model = precision.build("mobilenetv2-int8-dynamic")             # as `bench/precision.py` measures it
@@ -76,7 +77,7 @@ def _static(
     operators: tuple[str, ...] | None = None,
     **extra: object,
 ) -> onnx.ModelProto:
-    """`operators`: the only ones that are quantised. `extra`: options of `quantize_static` by their own names."""
+    """Static quantisation of only these `operators`. `extra`: options of `quantize_static` by their own names."""
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]  # the package has no types
@@ -109,7 +110,8 @@ _WEIGHTED = ("Conv", "Gemm", "MatMul")
 def _tensorrt(model: onnx.ModelProto, inputs: Callable[[int], Feeds]) -> onnx.ModelProto:
     """Q-DQ pairs of s8 without zero points at the inputs of products and at their weights, which stay in float32.
 
-    The tool lets all readers of a quantised value read the pair; those of TensorRT place pairs at products alone.
+    ONNX Runtime's tool lets all readers of a quantised value read the pair; TensorRT's tools place pairs only at the
+    inputs of products.
     """
     written = _static(
         model,
@@ -134,7 +136,7 @@ def _tensorrt(model: onnx.ModelProto, inputs: Callable[[int], Feeds]) -> onnx.Mo
     return written
 
 
-# Bytes with zero points everywhere, weights too; a Relu or Relu6 becomes the range of what is before it.
+# All values are bytes with zero points, weights too; a Relu or Relu6 becomes the range of the value before it.
 _tflite = partial(
     _static, activations="QUInt8", weights="QUInt8", ActivationSymmetric=False, WeightSymmetric=False
 )
@@ -160,7 +162,7 @@ def _int4(
 
 
 def _written(write: Callable[[Path], None]) -> onnx.ModelProto:
-    """What a tool writes to a file."""
+    """The model that a tool writes to a file."""
     with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
         write(Path(folder) / "model.onnx")
         return onnx.load(Path(folder) / "model.onnx")
@@ -219,7 +221,7 @@ FORMS: Mapping[str, Form] = MappingProxyType(
 
 
 def form(name: str) -> Form:
-    """The form of that name."""
+    """The way of quantising called `name`."""
     try:
         return FORMS[name]
     except KeyError:
@@ -229,9 +231,10 @@ def form(name: str) -> Form:
 def convert(
     model: onnx.ModelProto, precision: str, inputs: Callable[[int], Feeds] | None = None
 ) -> onnx.ModelProto:
-    """The model in the form `precision`. `inputs(seed)`: for calibration; by default random ones."""
+    """The model in low precision, made as `precision` names. `inputs(seed)`: inputs for calibration, by default random
+    inputs."""
     copy = onnx.ModelProto()
-    copy.CopyFrom(model)  # the tools change what they are given
+    copy.CopyFrom(model)  # the tools change the model that they get
     with _quiet():
         return form(precision).write(copy, inputs or partial(drawn, model))
 
@@ -248,8 +251,8 @@ def _quiet() -> Iterator[None]:
 
 
 def drawn(model: onnx.ModelProto, seed: int = 0) -> Feeds:
-    """Random inputs of a network of the zoo: normal floats, indices below the number of rows that they choose from,
-    and ones for other integers, which are masks."""
+    """Random inputs of a network of the zoo: normal floats, indices below the number of rows of their table, and 1 for
+    other integers, which are masks."""
     rng = np.random.default_rng(seed)
     rows = {t.name: t.dims[0] for t in model.graph.initializer if t.dims}
     tables = {n.input[1]: rows.get(n.input[0]) for n in model.graph.node if n.op_type == "Gather"}
@@ -282,7 +285,7 @@ class File:
         return f"{self.network}-{self.form}"
 
     def float32(self, small: bool = False, seed: int = 0) -> onnx.ModelProto:
-        """The network before it is converted."""
+        """The float32 network before its conversion."""
         if self.network in exports.EXPORTS:
             return exports.export(self.network, small, seed)
         return models.small(self.network, seed) if small else models.build(self.network, seed=seed)
@@ -344,12 +347,12 @@ HELD_OUT = frozenset(
 
 
 def names() -> list[str]:
-    """Of all files, trained ones last."""
+    """The names of all files, those of trained models last."""
     return [*FILES, *TRAINED]
 
 
 def find(name: str) -> File:
-    """The file of that name, of those that are built."""
+    """The file called `name`; trained models are not among them."""
     try:
         return FILES[name]
     except KeyError:
@@ -357,11 +360,12 @@ def find(name: str) -> File:
 
 
 def calibration(network: str, small: bool = False) -> Callable[[int], Feeds] | None:
-    """The inputs by seed of a network that PyTorch exports; None for one of the zoo, whose are drawn by its graph."""
+    """A function from a seed to inputs of a network that PyTorch exports; None for a network of the zoo, whose inputs
+    are drawn from its graph's declarations."""
     return partial(exports.inputs, network, small) if network in exports.EXPORTS else None
 
 
 def build(name: str, small: bool = False, seed: int = 0) -> onnx.ModelProto:
-    """The file of that name, at full size or small."""
+    """Build the file called `name`, at full size or small."""
     file = find(name)
     return convert(file.float32(small, seed), file.form, calibration(file.network, small))
