@@ -96,7 +96,7 @@ class _Goal:
 
     @property
     def first_check(self) -> int:
-        """The number of rounds before the first check."""
+        """The number of rounds after which the goal is checked for the first time."""
         return MIN_ROUNDS if self.margin is None else DECIDED_ROUNDS
 
     def converged(self, rounds: int, speedups: Sequence[SpeedUp]) -> bool:

@@ -52,7 +52,7 @@ def heeding_interrupts() -> Iterator[None]:
                 raise interrupt from error
         raise
     finally:
-        # Python handles pending signals before it sets the new handler, and may raise here.
+        # Python handles pending signals before it sets the new handler, and may raise KeyboardInterrupt here.
         for number in usual:
             while signal.getsignal(number) is handle:
                 with contextlib.suppress(KeyboardInterrupt, SystemExit):

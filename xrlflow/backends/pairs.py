@@ -82,7 +82,7 @@ def take_turns(
             before = read()
             seconds = turn(runs[model], batches[model], False, clock)
             waited = [(b - a) / batches[model] for a, b in zip(before, read())]
-            # Part of the waiting may have been just before or after the turn.
+            # Part of the counted waiting may have been just before or after the turn.
             lost = min(max(waited[0] if waited else 0.0, 0.0), 0.95 * seconds)
             result.append(Turn(model, seconds - lost, max(waited, default=0.0) / seconds))
         return tuple(result)

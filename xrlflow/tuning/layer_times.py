@@ -30,7 +30,8 @@ from xrlflow.tuning.tuners.protocol import Measurement
 if TYPE_CHECKING:
     pass
 
-# The leading kernels of an algorithm: at most this many, and slower than the fastest by at most this factor.
+# The leading kernels of an algorithm: at most the first number of kernels, and slower than the fastest by at most the
+# second number as a factor.
 _LEADERS, _NEAR = 3, 1.05
 # How often the leading kernels are measured again. Other kernels may lead after each time.
 _PASSES = 3

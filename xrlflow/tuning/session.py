@@ -24,9 +24,10 @@ from xrlflow.tuning.tuners.protocol import Measurement, Tuner
 if TYPE_CHECKING:
     from types import TracebackType
 
-# The leading kernels of a task: at most this many, and slower than the fastest by at most this factor.
+# The leading kernels of a task: at most the first number of kernels, and slower than the fastest by at most the second
+# number as a factor.
 _LEADERS, _NEAR = 3, 1.05
-# The leading kernels are measured again in at most this many rounds. A later session does this again only if it has
+# The leading kernels are measured again in at most this many rounds. A later session measures them again only if it has
 # measured new candidates of the task.
 _ROUNDS = 8
 # To measure the leading kernels again takes at most this fraction of the time limit, and at most this many seconds for

@@ -304,7 +304,7 @@ def run_in_turns(job: Turns) -> RanInTurns:
     calls = []
     for path, arguments in job.kernels:
         library = package.runtime.load_module(path)
-        for operand in enumerate(arguments):  # kernels share operands, but no kernel has the same one twice
+        for operand in enumerate(arguments):  # kernels share operands, but no kernel has an operand twice
             if operand not in filled:
                 filled[operand] = _filled(*operand[1], device)
         operands = [filled[operand] for operand in enumerate(arguments)]

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 OPSET = 23
 """The canonical opset: kernels are looked up for this version of the default domain."""
-# Types with another name in NumPy than in ONNX.
+# Types whose names differ between NumPy and ONNX.
 ALIASES = {"float32": "float", "float64": "double", "str": "string"}
-# If an operator is expanded into others, these may have no kernel for such types.
+# If ONNX Runtime expands an operator into others, the latter may have no kernels for these types.
 RARE_FLOATS = frozenset({"tensor(double)", "tensor(float16)", "tensor(bfloat16)"})
 
 Key = tuple[str, str]
@@ -27,7 +27,7 @@ def supports(op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
     """
     wanted = frozenset(f"tensor({ALIASES.get(dtype.lower(), dtype.lower())})" for dtype in dtypes)
     domain = "" if domain == "ai.onnx" else domain
-    if (domain, op) == ("", "Constant"):  # becomes an initialiser before kernels are chosen
+    if (domain, op) == ("", "Constant"):  # it becomes an initialiser before kernels are chosen
         return True
     if any(wanted <= types for types in _kernels().get((domain, op), ())):
         return True

@@ -73,7 +73,7 @@ def profile_operators(
             file = opened.session.end_profiling()
         try:
             events = json.loads(Path(file).read_text(encoding="utf-8", errors="replace"))
-        except (OSError, ValueError) as error:  # ONNX Runtime does not say that it could not write
+        except (OSError, ValueError) as error:  # ONNX Runtime does not report a failed write
             raise BackendError(f"ONNX Runtime did not write its profile: {no_room()}") from error
     return summed(events, 1 + _WARM_UP)
 

@@ -131,7 +131,7 @@ def what_happened(error: Exception, remote: Remote | None, limit: float = 0.0) -
     text = last_line(error)
     if "RPCSessionTimeoutError" in text:
         return f"remote device {remote} ended the session after {limit:g} s"
-    # These words stand for an unexpected reply, or for a closed connection.
+    # Messages with these words mean an unexpected reply, or a closed connection.
     if "RPCCode" in text or "SockChannel" in text:
         return f"the session with remote device {remote} ended: its process died, or the network"
     return f"remote device {remote}: {text}"

@@ -148,7 +148,7 @@ class _Reader:
         self, expression: Any, scores: tuple[int, ...]
     ) -> tuple[Any, tuple[ScoreStep, ...], tuple[Any, ...]] | None:
         """The product that computes the scores, the steps after it, and the extra operands of these steps; None if the
-        expression is not computed so. `scores`: the dimensions of the scores."""
+        expression has no such steps and product. `scores`: the dimensions of the scores."""
         value = self._own(expression)
         if value is None or sizes(expression, _FLOAT) != scores:
             return None

@@ -16,7 +16,7 @@ from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# The second matrix of a product may have at most this many bytes: rows of the first one also have to fit in a
+# The second matrix of a product may have at most this many bytes: rows of the first matrix also have to fit in a
 # first-level cache of 32 KB.
 _BYTES = 16 << 10
 # A sum may have at most this many terms. More terms would have to be summed in chunks, which this kernel does not do.

@@ -17,7 +17,7 @@ def sized(module: Any) -> Any:
     loops could read beyond its input."""
     from tvm import relax
 
-    # Errors are raised below: when they pass through TVM they lose their class.
+    # Errors are raised below, not in the visitor: exceptions that pass through TVM lose their class.
     open_sizes: list[Any] = []
 
     def look(expression: Any) -> None:

@@ -22,8 +22,8 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 _AXIS = "xrlflow.concat"
 """The attribute of a function that concatenates its other parameters into its last one. The value is the axis."""
 _OPAQUE = 8  # relax's OpPatternKind: never fused
-# Elements. Smaller tensors are concatenated in a kernel, fused with the operators before and after: several calls take
-# longer.
+# The least number of elements of a concatenated tensor. Smaller tensors are concatenated in a kernel that is fused with
+# the operators before and after, since several calls take longer.
 _LEAST = 4096
 # A part that one of these operators computes is copied anyway. It is copied together with other such parts.
 _MOVES = frozenset(

@@ -39,7 +39,7 @@ def _rewritten(call: Any, builder: Any) -> Any | None:
     # A phase has a pixel for each pixel of the image and of its border of taps - 1, unless it is cropped.
     pixels = [size + t - 1 for size, t in zip(image, taps)]
     if any(e > p * s for e, p, s in zip(end, pixels, strides)):
-        return None  # output_padding adds pixels to which the image does not contribute
+        return None  # output_padding adds pixels that do not depend on the image
     before = [min(t - 1, b // s) for t, b, s in zip(taps, begin, strides)]
     after = [min(t - 1, p - -(-e // s)) for t, p, e, s in zip(taps, pixels, end, strides)]
     padding = [t - 1 - cut for cuts in (before, after) for t, cut in zip(taps, cuts)]
@@ -72,6 +72,6 @@ def phase_weights(weights: Any, strides: Sequence[int]) -> Any:
     missing = [(0, t * s - k) for t, s, k in zip(taps, strides, kernel)]
     full = np.pad(weights, [(0, 0), (0, 0), *missing])
     split = full.reshape(inputs, outputs, taps[0], strides[0], taps[1], strides[1])
-    # A convolution reads the image forwards, a transposed one backwards.
+    # A convolution reads the image forwards, a transposed convolution backwards.
     phases = split[:, :, ::-1, :, ::-1, :].transpose(2, 4, 0, 3, 5, 1)
     return np.ascontiguousarray(phases.reshape(*taps, inputs, strides[0] * strides[1] * outputs))

@@ -31,7 +31,7 @@ the error of plain sums in layers of trained networks.)
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmOption:
-    """An algorithm that a layer may have."""
+    """An algorithm that can compute a layer, with its cost and its errors."""
 
     algorithm: Algorithm
     cost: float

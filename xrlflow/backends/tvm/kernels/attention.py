@@ -213,7 +213,7 @@ def kernel(workload: Attention, machine: Machine) -> Any:
             out = T.arg("out", T.buffer(workload.out.shape, _FLOAT))
             loop = T.parallel if workload.flops >= WORTH_A_THREAD else T.serial
             tasks = loop(0, math.prod(workload.heads) * blocking.parts)
-            # TVM expects a root block in every function, and a block inside it.
+            # TVM expects a root block in every function, and another block inside the root block.
             with T.sblock("root"), tasks as task, T.sblock("attention"):
                 T.reads([])
                 T.writes([])

@@ -441,7 +441,7 @@ class Band:
         z, y, x = (
             start * stride - begin for start, stride, begin in zip(first, workload.strides, workload.begin)
         )
-        # The first column of the copy that lies in the image, and the one after the last.
+        # The first column of the copy that lies in the image, and the column after the last that does.
         start, stop = tirx.Min(tirx.Max(0 - x, 0), wide), tirx.Min(tirx.Max(width - x, 0), wide)
         with T.serial(0, workload.window[0]) as deep, T.serial(0, blocking.rows(workload)) as row:
             line = deep * blocking.rows(workload) + row

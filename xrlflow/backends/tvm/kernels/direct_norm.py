@@ -32,8 +32,8 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 # The channels of a pixel are summed in this many accumulators. With fewer accumulators, additions would wait for one
 # another, and round more.
 _SUMS = 4
-# The time to normalise a vector, in multiply-adds of vectors: in this kernel, and in a kernel of its own, which reads
-# results that another core may have written.
+# The time to normalise a vector, in multiply-adds of vectors: in the fused kernel, and in a kernel of its own, which
+# reads results that another core may have written.
 _HERE, _APART = 8.0, 14.0
 # The busiest core may have at most this many times its share of the rows. (7 rows on two cores are slower than two
 # kernels.)

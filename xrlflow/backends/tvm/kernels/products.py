@@ -36,7 +36,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 # The number of terms that one accumulator sums.
 CHUNK = 128
 _MOST_ROWS = 14
-# If there are many blocks, each has at least this many tiles.
+# If rows are divided into many blocks, each block has at least this many tiles.
 _LEAST_TILES = 4
 # Times in multiply-adds of vectors: loading a number for a tile; loading a vector of weights from the first-level
 # cache; reading a vector from the third-level cache; reading a vector from memory.
@@ -286,7 +286,8 @@ class _Task:
         chunks = -(-workload.terms // chunk)
         turns = -(-height // blocking.rows)
 
-        # Weights lie in the order in which they are read: each step of a tile prefetches a few of the next chunk.
+        # Weights lie in the order in which they are read: each step of a tile prefetches a few weights of the next
+        # chunk.
         fetched = -(-blocking.columns // (_LINE * turns))
         step = -(-blocking.columns // (fetched * turns))
 

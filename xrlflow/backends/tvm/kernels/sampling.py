@@ -21,7 +21,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 _WORTH_A_THREAD = 8_000
 # A parallel loop has at least this many parts for each core, if there are as many blocks.
 _PARTS = 4
-# An image with more pixels for each sampling point is not worth transposing.
+# An image with more pixels for each sampling point than this is not worth transposing.
 _MOST_PIXELS = 16
 # ONNX Runtime treats points that are further away, in pixels, as NaN. TVM counts pixels in 32 bits.
 _FURTHEST, _FURTHEST_OF_TVM = 2.0**62, 2.0**30

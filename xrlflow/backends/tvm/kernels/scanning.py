@@ -210,7 +210,7 @@ class _Top:
                 self._sink(number(k // 2 - 1) - turn, number(k))
         if k < length:
             with T.serial(0, length - k) as turn:
-                # A later element with the same key is not better.
+                # A later element with the same key is not better, so only greater keys are.
                 better = keys[turn + k] > (heap[0] >> tirx.const(32, _INT64)).astype(_INT32)
                 with T.If(better), T.Then():
                     T.buffer_store(self._inserted, self._entry(keys[turn + k], turn + k), [0])

@@ -10,7 +10,7 @@ from onnx import ModelProto, TypeProto
 from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
 from xrlflow.onnxio.inference import infer_shapes
 
-# Types of elements on which TVM computes. Casts to and from other types return other numbers than ONNX's, or fail.
+# Types of elements on which TVM computes. For other types, TVM's casts return other numbers than ONNX's casts, or fail.
 _SUPPORTED = frozenset(
     onnx.TensorProto.DataType.Value(name)
     for name in (

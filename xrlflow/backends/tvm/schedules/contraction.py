@@ -107,7 +107,7 @@ def _contraction(sch: Any, block: Any) -> Contraction | None:
     weights, other = with_column.index(True), with_column.index(False)
     first = [analyzer.simplify(read[weights][-1] - variables[column].var)]
     if any(uses(first, variables[i].var) for i in (column, *reductions)):
-        return None  # neighbouring columns are not adjacent in memory, or depend on the reduction
+        return None  # columns are not adjacent in memory, or depend on the reduction
     rows = tuple(
         p
         for p in spatial
@@ -217,7 +217,7 @@ def prepare(sch: Any, block: Any, contraction: Contraction) -> Prepared:
         and _flat_rows(sch, block, contraction)
         and (not cropped or _keeps_rows(sch, final, extents, contraction))
     )
-    # An image that is one pixel wide has rows of its height.
+    # In an image that is one pixel wide, the height takes the part of the row.
     innermost = next((p for p in reversed(contraction.rows) if extents[p] > 1), contraction.rows[-1])
     row = max(contraction.rows, key=lambda p: (extents[p], p)) if flat else innermost
     product = contraction.weights is not None and not before and _is_product(sch, block)

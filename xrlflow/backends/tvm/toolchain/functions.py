@@ -19,7 +19,7 @@ _LOG2_E = 1.44269504088896341
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _EXP_MINUS = tuple(c if i % 2 else -c for i, c in enumerate(_EXP))
-# Beyond these limits, the result is infinite or zero without further code.
+# Arguments are limited to these bounds, at which the result is infinite or zero without further code.
 _EXP_HIGHEST, _EXP_LOWEST = 89.0, -105.0
 _ROUNDING = 1.5 * 2**23 + 254
 # For sigmoid, whose power of 2 is a single factor: its exponent bits range from those of zero to those of infinity.

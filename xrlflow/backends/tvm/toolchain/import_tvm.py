@@ -23,7 +23,8 @@ _SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "200")
 # TVM pins each of its threads to a CPU, but not the calling thread, which then often shares a CPU with one of TVM's
 # threads.
 _BINDING = ("TVM_BIND_THREADS", "0")
-# By default TVM's pool has half as many threads as there are CPUs. This is the upper limit: models may use fewer.
+# By default TVM's pool has half as many threads as there are CPUs. This is the upper limit: models may use fewer
+# threads.
 _THREADS = "TVM_NUM_THREADS"
 
 

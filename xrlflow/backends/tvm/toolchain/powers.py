@@ -97,8 +97,8 @@ def _number(y: Any) -> float | None:
 
 
 def _product(x: Any, exponent: int) -> Any:
-    """x to the power of a small integer. Products of several factors, and divisions by products, are computed in double
-    precision and rounded once."""
+    """x to the power of a small integer. Products of more than `_SINGLE_PRODUCT` factors, and divisions by products,
+    are computed in double precision and rounded once."""
     from tvm import tirx
 
     one = tirx.const(1.0, x.ty.dtype)
