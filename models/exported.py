@@ -36,7 +36,7 @@ def export(
     tokens: int | None = None,
     image: int = 224,
 ) -> onnx.ModelProto:
-    """Export the network with `depth` layers. Inputs and outputs are those of `models.build`."""
+    """Export the network with `depth` layers. It has the same inputs and outputs as that of `models.build`."""
     if name not in EXPORTED:
         raise models.ZooError(f"{name} is not exported from transformers; these are: {', '.join(EXPORTED)}")
     if name == "gpt2" and exporter == "torchscript":

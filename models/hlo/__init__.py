@@ -163,7 +163,7 @@ class Benchmark:
 
 @cache
 def _lowered(benchmark: Benchmark, dialect: str) -> str:
-    """The text of a benchmark as "hlo" or "stablehlo", lowered for the CPU whatever devices there are."""
+    """The text of a benchmark as "hlo" or "stablehlo", lowered for the CPU even if jax finds other devices."""
     program = benchmark.program()
     import jax
 

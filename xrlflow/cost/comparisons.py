@@ -45,10 +45,10 @@ class Comparisons:
     """G graphs of one network, their neighbourhoods, and how much faster each runs than the first.
 
     `ops` [C]: the operators of the nodes; `arrays`:
-    - `contents` [C, CONTENT_COLUMNS], `seconds` [C] and `moved` [C]: features, price and bytes of each node alone;
+    - `contents` [C, CONTENT_COLUMNS], `seconds` [C] and `moved` [C]: features, seconds and bytes of each node alone;
     - `edges` [T, EDGE_COLUMNS]: the kinds of edges;
     - for each level r from 1: `inner.r` [K], `starts.r` [K + 1], `sources.r` and `kinds.r` [E] (see `Level`);
-    - `graph`, `number`, `count` [Z]: how many nodes of each graph have each number of the highest level;
+    - `graph`, `number`, `count` [Z]: `count` nodes of graph `graph` have the number `number` on the highest level;
     - `logs` [G - 1]: log of how many times faster each other graph is than the first; `errors` [G - 1]: standard
       deviations of these.
 

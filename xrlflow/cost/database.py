@@ -88,7 +88,7 @@ class Database:
         return sum(int(count) for (count,) in self._storage.read("SELECT count(*) FROM measurement", ()))
 
     def close(self) -> None:
-        """Write what is not yet written, if that is possible now, and warn about what is lost."""
+        """Write all pending measurements, if that is possible now; warn about measurements that are lost."""
         self._storage.close()
 
     def __enter__(self) -> Self:

@@ -90,7 +90,7 @@ class History:
         return comparisons
 
     def close(self) -> None:
-        """Write what is not yet written, if that is possible now, and warn about what is lost."""
+        """Write all pending comparisons, if that is possible now; warn about comparisons that are lost."""
         self._storage.close()
 
     def __enter__(self) -> Self:

@@ -135,7 +135,7 @@ class InContextBenchmark:
                 break
             self.gain(each.graph, each.edit)
             reached.append(each)
-        # The rest of the time is for unsure measurements, those with the largest effect first.
+        # In the remaining time unsure gains are measured again, those with the largest effect first.
         for each in sorted(reached, key=lambda each: -abs(each.total(self._gains))):
             gain = self._gains[each.kind]
             if gain is None or gain.sure:

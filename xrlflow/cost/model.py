@@ -70,7 +70,7 @@ class AdditiveCost(ABC):
 
     @abstractmethod
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
-        """Seconds of one call of the node, without looking up remembered ones. `graph` has the node's constants."""
+        """Seconds of one call of the node, computed anew. `graph` has the node's constants."""
 
     def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         """Seconds of one call of the node, remembered; 0 for a constant node."""

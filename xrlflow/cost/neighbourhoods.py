@@ -251,7 +251,7 @@ class View:
         return ids
 
     def _renumbered(self, ids: Iterable[Value], radius: int) -> set[Value]:
-        """Number those of these nodes that are not constant on a level. Returns the ids whose number differs from the
+        """Number these nodes on a level, except constant nodes. Returns the ids whose number differs from the
         base's."""
         base = self._base
         assert base is not None
@@ -277,7 +277,7 @@ class View:
         return [e.id for e, _ in (*reads, *readers) if not isinstance(e, int)]
 
     def _numbers(self, ids: Iterable[Value]) -> list[int]:
-        """The numbers on the highest level of those of these nodes that are in the graph and not constant."""
+        """The numbers of these nodes on the highest level. Nodes that are constant or not in the graph are left out."""
         top = self.owner.radius
         return [self.number(node, top) for id in ids if (node := self._running(id)) is not None]
 

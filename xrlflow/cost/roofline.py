@@ -60,7 +60,7 @@ class Roofline(AdditiveCost):
         return self._price_of_half(node, in_types)
 
     def _price_of_half(self, node: Node, in_types: InTypes) -> float:
-        """The price of a node that reads or writes float16, with the Casts that the runtime adds."""
+        """Seconds of a node that reads or writes float16, with the Casts that the runtime adds."""
         types = [t for t in (*in_types, *node.types) if t is not None]
         domain, name = split_op(node.op)
         used = {t.dtype.name.lower() for t in types if t.dtype != DType.UNDEFINED}
@@ -72,7 +72,7 @@ class Roofline(AdditiveCost):
         return price + fsum(self._cast(t) for t in types if t.dtype == DType.FLOAT16 and not t.const)
 
     def _cast(self, type: TensorType) -> float:
-        """The price of a Cast from float16 to float32, or back."""
+        """Seconds of a Cast from float16 to float32, or back."""
         cast = Node("Cast", (ABSENT,), (ABSENT,), (_widened(type),), NO_ATTRS)
         return seconds(work(cast, (type,), self.bindings), self.machine)
 

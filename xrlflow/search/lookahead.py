@@ -55,7 +55,8 @@ class _Lookahead:
         return self.limits.over(self.expanded, self.best.cost)
 
     def improve(self, depth: int) -> bool:
-        """Follow the best of the shortest chains that gain. False if there is none, or the limits are reached."""
+        """Apply the best of the shortest chains that gain. Returns False if no chain gains, or the limits are
+        reached."""
         reached = [self.best]
         visited = {self.best.state.fingerprint}
         for length in range(depth):
@@ -69,7 +70,7 @@ class _Lookahead:
         return False
 
     def _finish(self, reached: list[SearchNode]) -> bool:
-        """Follow the best chain that ends one substitution further. False if none gains."""
+        """Apply the best chain that ends one substitution after `reached`. Returns False if no chain gains."""
         bound = self.best.cost * (1 - _NOTHING)
         # The delta of a chain's last substitution gives the cost of the chain's graph: only the best chain's graph is
         # built.

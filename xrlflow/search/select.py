@@ -331,7 +331,7 @@ class _Selector:
         """The search node of the recipe `changed`. `start` is the search node of `recipe`.
 
         If rules are dropped, a node is built in two ways: from the other substitutions of `start` that still apply, and
-        by a new search from the original. Returns the cheaper of those that were not tried yet.
+        by a new search from the original. Returns the cheaper node that was not tried yet.
         """
         new = changed.sweeps[len(recipe.sweeps) :]
         if recipe.rules == changed.rules:

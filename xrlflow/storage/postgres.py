@@ -149,7 +149,7 @@ class SharedServer:
             self._pending.clear()
 
     def _without_odd_rows(self, connection: psycopg.Connection[Row], error: Exception) -> None:
-        """Write the rows one by one, without those that the server cannot hold: text with a NUL, for instance."""
+        """Write the rows one by one, except rows that the server cannot hold: text with a NUL, for instance."""
         odd = 0
         for statement, values in self._pending.rows:
             try:

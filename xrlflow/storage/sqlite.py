@@ -87,7 +87,7 @@ def set_aside(path: Path, number: int | None) -> None:
         "-wal",
         "-shm",
         "",
-    ):  # the database itself comes last: then nobody begins a new one too early
+    ):  # the database itself is renamed last: no process begins a new one before
         if (file := Path(f"{path}{suffix}")).exists():
             file.replace(f"{path}.damaged{suffix}")
 
@@ -162,7 +162,7 @@ class PendingRows:
             self._memory = None
 
     def leave(self, stacklevel: int) -> None:
-        """Give up, and warn about what is lost."""
+        """Give up writing, and warn about the rows that are lost."""
         if lost := sum(statement.startswith(self._layout.put) for statement, _ in self.rows):
             warnings.warn(
                 f"{self._location}: {lost} measurements are lost, as they could never be written",
@@ -344,7 +344,7 @@ class SharedFile:
             self._complain(failure)
 
     def close(self) -> None:
-        """Write what is not yet written, if that is possible now, and report what is lost."""
+        """Write all pending rows, if that is possible now; warn about rows that are lost. Close the connections."""
         with self._lock:
             if self._process == os.getpid():
                 self._pending.hurry()

@@ -45,7 +45,7 @@ class Storage(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is not yet written, if that is possible now, and warn about what is lost."""
+        """Write all pending rows, if that is possible now; warn about rows that are lost."""
         ...
 
 
