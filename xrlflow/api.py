@@ -1,4 +1,4 @@
-"""The Python interface. Only it and the command line connect the parts of the package."""
+"""The Python interface. Only this module and the command line connect the parts of the package."""
 
 from __future__ import annotations
 
@@ -215,14 +215,14 @@ def optimize_all(
     """Make many models faster: the models of a folder, of a pattern ("models/**/*.onnx"), or of a list of paths in a
     file.
 
-    The folder `output` receives a result for each (`a/x.onnx` becomes `OUTPUT/a/x.onnx`), its report page next to the
-    result, and a page `report.html` with all results. `options` and `arguments` are those of `optimize`; a shape
-    applies to every model that has an input of this name. A model that cannot be optimised becomes a row with an
+    The folder `output` receives a result for each model (`a/x.onnx` becomes `OUTPUT/a/x.onnx`), its report page next
+    to the result, and a page `report.html` with all results. `options` and `arguments` are those of `optimize`; a
+    shape applies to every model that has an input of this name. A model that cannot be optimised becomes a row with an
     error; the batch continues with the other models.
 
-    The same call continues where the last one ended: a model is not optimised again unless its content, its external
-    data, an option, or the version of xrlflow, ONNX Runtime or TVM has changed. Ctrl-C ends the batch; finished models
-    are kept.
+    A repetition of the same call continues where the last call ended: a model is not optimised again unless its
+    content, its external data, an option, or the version of xrlflow, ONNX Runtime or TVM has changed. Ctrl-C ends the
+    batch; the results of finished models stay.
 
     Jobs run in `workers` processes of this machine, or on the nodes of a Ray cluster (`ray`: "local", or its
     HOST:PORT), or by an `executor` of your own. On one machine, only one job at a time measures. `listener` is called

@@ -40,7 +40,7 @@ ASSUMPTIONS = frozenset({"finite", NONEMPTY, "vnni"})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
 COSTS = ("auto", "roofline", "profiled", "learned", "measured")
 ALPHA = 1.05
-"""How much worse than the best a graph may be that TASO keeps."""
+"""TASO keeps graphs whose cost is at most this many times the least cost so far."""
 AUTO = ("profiled", "learned", "roofline")
 """The cost models that `cost="auto"` tries, in this order, until a result is measured to be faster."""
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")

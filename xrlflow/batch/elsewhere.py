@@ -52,7 +52,9 @@ class Elsewhere:
 
 
 def _given_up(job: Job, error: WorkerError) -> Row:
-    """The failed row of a job whose workers were lost again and again, for instance because it takes all memory."""
+    """The failed row of a job whose workers were lost again and again, for instance because the job uses up all
+    memory.
+    """
     return failed(job, f"{error}: if that is so each time, no node may have enough memory for this model")
 
 

@@ -73,7 +73,7 @@ def _check(job: Job) -> None:
     A model may be changed while the batch runs, and another node may have other files or versions.
     """
     if not os.access(job.source, os.R_OK):
-        return  # the error is reported where the file is read
+        return  # the error is reported when the file is read
     if key_of(job.source, job.options) != job.key:
         raise ModelError(
             f"{job.source}, or a file or version that its result depends on, is not what it was when the batch began "

@@ -73,7 +73,7 @@ def one_of(option: str, value: str, choices: Sequence[str]) -> str:
 
 
 def list_passes(as_json: AsJson = False) -> None:
-    """List the passes that orders are made of."""
+    """List the passes of which orders consist."""
     from xrlflow.passes.hlo_passes import PASSES
 
     if as_json:
@@ -204,7 +204,7 @@ def bench_passes(
     seed: PassSeed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare searches at equal steps, and measure what the best order is worth against XLA's."""
+    """Compare searches at equal steps, and measure the speed-up of the best order over XLA's."""
     selected = [one_of("--searches", s.strip(), PASS_SEARCHES) for s in searches.split(",") if s.strip()]
     with clear_errors(), clear_pass_errors():
         from dataclasses import asdict

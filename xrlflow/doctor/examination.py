@@ -27,7 +27,7 @@ class Check:
 
 
 HERE: Sequence[Check] = (
-    Check("load", machine.load),  # first, since the other checks cause load themselves
+    Check("load", machine.load),  # first, since the checks below cause load themselves
     Check("packages", software.packages),
     Check("extras", software.extras),
     Check("processor", machine.processor),

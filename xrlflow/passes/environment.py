@@ -5,7 +5,7 @@ Actions 0 to P - 1 are the compiler's passes, in the order of `Compiler.passes`;
 dictionary of arrays:
 
 - `figures` float32 [6]: log2 of (1 + operations), (1 + bytes), (1 + flops); operations relative to the first module;
-  the remaining part of the horizon; log2 of (1 + functions).
+  the remaining fraction of the horizon; log2 of (1 + functions).
 - `opcodes` float32 [K + 1]: log2 of (1 + live instructions) of each kind; the last entry counts unknown kinds.
 - `computations` float32 [8]: log2 of (1 + operations) of the entry and of the next seven largest functions.
 - `applied` float32 [P]: log2 of (1 + the number of times that each pass was applied in the episode).

@@ -1,8 +1,9 @@
 """Random inputs that are meaningful for a module.
 
 The uses of each parameter of the entry are followed through the module. Integers that become indices, or that are
-compared with class numbers, are below the number of entries that they select from. Floats whose root or logarithm is
-taken are positive. Matrices are scaled, so that products of many matrices stay near 1 and no function saturates.
+compared with class numbers, are below the number of entries from which they select. Floats of which the module
+computes a root or logarithm are positive. Matrices are scaled, so that products of many matrices stay near 1 and no
+function saturates.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class Use:
     """How the module uses a parameter."""
 
     bound: int | None = None  # integers must be below this; None: the parameter is no index
-    positive: bool = False  # its root or logarithm is taken
+    positive: bool = False  # the module computes a root or logarithm of the parameter
 
 
 def _random(

@@ -113,8 +113,8 @@ def score(agent: Agent, compiler: Compiler, problems: Sequence[Problem], metric:
     """The mean over the modules of the logarithm of value / initial value after the agent's likeliest order: 0 without
     gain, lower is better.
 
-    The results' outputs are not compared with the original's: agents are scored often, and their results are compared
-    where agents are used.
+    The results' outputs are not compared with the original's: agents are scored often, and the results of an agent are
+    compared whenever it is used.
     """
     orders = [play(agent, compiler, p.module, metric, compared=False) for p in problems]
     return math.fsum(math.log(max(1.0 - o.reduction, _LEAST)) for o in orders) / len(orders)

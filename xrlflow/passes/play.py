@@ -32,8 +32,8 @@ def play(
 ) -> Order:
     """The order of the likeliest passes, until the agent stops or the horizon ends. Nothing is random.
 
-    `compared`: whether the result is compared with the module, which takes longer than the order itself.
-    Raises CheckpointError if the agent is for other passes.
+    `compared`: whether the result is compared with the module, which takes longer than running the order itself.
+    Raises CheckpointError if the agent was created for other passes.
     """
     agent.check(compiler)
     horizon = agent.config.horizon

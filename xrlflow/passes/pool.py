@@ -31,7 +31,7 @@ class Pool:
     """Workers whose handlers reply to requests (see `worker.Xla`).
 
     `seconds`: the time limit of a request. `variables`: environment variables of the workers. A worker is replaced
-    after `uses` requests, because XLA keeps memory.
+    after `uses` requests, because XLA does not release all memory.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ def _literal(literal: Any, generator: np.random.Generator | None) -> None:
         if generator is None:
             return values
         signs = generator.choice((-1.0, 1.0), values.shape)
-        # Powers of two multiply without rounding.
+        # Powers of two are not changed: multiplication by them does not round.
         return np.where(np.frexp(np.abs(values))[0] == 0.5, values, values * (1 + _UNITS[kind] * signs))
 
     match kind:

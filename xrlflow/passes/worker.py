@@ -296,7 +296,7 @@ class Xla:
         return text
 
     def whole(self, data: bytes) -> Summary:
-        """Counts after all HLO passes. Fused instructions count where they are computed."""
+        """Counts after all HLO passes. A fused instruction counts in each computation that computes it."""
         after = self.passes(self.stablehlo(data), ())
         counts = hlo.counts(hlo.parse(after))
         return Summary(counts.operations, *self.costs(after), counts.opcodes, counts.computations)

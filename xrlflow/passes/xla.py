@@ -52,10 +52,11 @@ Outputs: TypeAlias = tuple[tuple[Array, ...], ...]
 _Draws: TypeAlias = tuple[Inputs, ...]
 
 # A version number, incremented when a change of the code makes a pass give another module, or other figures, than
-# before. The cache then ignores earlier results.
+# before. The cache ignores results with an earlier number.
 _SEMANTICS = 3
-# The inputs of a comparison: running them takes little time compared with compiling the modules.
 _IDLE = 50_000  # modules whose passes without effect are remembered
+# The kinds of random inputs in a comparison. There are several, as running a module takes little time compared with
+# compiling it.
 _DRAWS = (Floats.NORMAL, Floats.NORMAL, Floats.POSITIVE, *(3 * (Floats.SPARSE,)))
 # How often the movement of outputs is observed: with changed inputs, and in float64 with changed constants as well,
 # where each observation needs a compilation.

@@ -91,7 +91,7 @@ class Artifacts:
 
     def of(self, imported: ImportedModel, graph: Graph) -> Artifact:
         """The artifact of a graph of this model."""
-        key = (id(imported), graph.fingerprint)  # the artifact keeps the model, so that its id stays unique
+        key = (id(imported), graph.fingerprint)  # the artifact holds the model, so that its id stays unique
         artifact = self._artifacts_by_key.get(key)
         if artifact is None:
             artifact = self._artifacts_by_key[key] = Artifact(imported, graph, self)

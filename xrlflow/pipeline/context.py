@@ -112,9 +112,9 @@ class Context:
     artifacts: Artifacts  # graphs as files, in a temporary folder
     listener: Listener | None = None
     feeds: Mapping[str, Any] | None = None  # inputs for measurements; None: no model is measured
-    target: ExecutionTarget | None = None  # where a compiled model runs; None with ONNX Runtime
+    target: ExecutionTarget | None = None  # processor and device of a compiled model; None: ONNX Runtime
     store: Store | None = None  # measurements of kernels; None with ONNX Runtime
-    database: Database | None = None  # prices of operators; None: `Profiled` opens one
+    database: Database | None = None  # measured costs of operators; None: `Profiled` opens a database
     unwritable: str = ""
     """Why no file that is written of the model can replace the original; "" if one can. If it is not "", nothing may
     be compared.

@@ -43,7 +43,7 @@ def corrected(context: Context, start: Start, model: Learned, until: float) -> S
     Each round searches by the present costs, measures the graphs that the searches found against the first graph, and
     fits the costs to the measurements: a search leads to the graphs for which its costs are wrong (DAgger; Ross,
     Gordon, Bagnell, 2011). Random graphs are measured, too. The rounds end when there is no new graph, when a round
-    gives no usable measurement (some operators have no measured price, or other programs use the processors), and at
+    gives no usable measurement (some operators have no measured cost, or other programs use the processors), and at
     `until` (time.monotonic). Ctrl-C ends the rounds and calls `Clock.hurry`.
     """
     measured: list[tuple[Ratio, SearchNode]] = []

@@ -28,8 +28,8 @@ def keep(
     """Store in `history` that `after` was measured to be `ratio` times faster than `before`. Returns whether it was
     stored.
 
-    Comparisons with other options of the session, or without measured prices of operators, are not comparable with the
-    stored ones, and imprecise comparisons are useless, so neither is stored.
+    Comparisons with other options of the session, or without measured costs of operators, are not comparable with the
+    stored ones, and imprecise comparisons are useless. Neither kind is stored.
     """
     prices = prices_of(model)
     if prices is None or context.options.session_options is not None:

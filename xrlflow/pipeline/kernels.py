@@ -42,8 +42,9 @@ from xrlflow.tuning.lowering import Lowering, load_tvm
 from xrlflow.tuning.store import Store
 
 MARGIN = 1.02
-"""How many times faster than the plain file a model with kernels must certainly be, since it takes two files to
-deploy."""
+"""A model with kernels must certainly be at least this many times faster than the plain file, since its deployment
+needs two files.
+"""
 # Limits of a comparison with the plain file: seconds in addition to loading and runs, the number of runs, and the
 # relative width of the confidence interval.
 _COMPARING, _RUNS, _NARROW = 3.0, 60, 0.02

@@ -80,7 +80,7 @@ _SLOW = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Early:
-    """Substitutions that were made before the search, in `graph`."""
+    """Substitutions that were applied to `graph` before the search."""
 
     body: str
     """The control-flow body that `graph` is ("If.then_branch/Loop.body"); "" for the model itself."""
@@ -98,7 +98,9 @@ class Early:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The node with which the search begins, its cost model, and the substitutions that were made before the search."""
+    """The node with which the search begins, its cost model, and the substitutions that were applied before the
+    search.
+    """
 
     base: SearchNode
     model: CostModel
@@ -108,7 +110,7 @@ class Start:
 
     @property
     def early(self) -> tuple[TraceStep, ...]:
-        """All substitutions that were made before the search, in order."""
+        """All substitutions that were applied before the search, in order."""
         return tuple(step for part in self.before for step in part.steps)
 
 
@@ -178,8 +180,9 @@ def _unchanged(imported: ImportedModel) -> Iterator[None]:
 
 
 def fed(context: Context) -> Context:
-    """The context `with_feeds`. If no inputs are found on which the original runs, the result will be the original,
-    unless there is a trace or the user requires kernels. Raises what `with_feeds` raises."""
+    """The context `with_feeds`. If the original runs on no inputs, the result of the optimisation will be the
+    original, unless there is a trace or the user requires kernels. Raises what `with_feeds` raises.
+    """
     options = context.options
     try:
         return with_feeds(context)

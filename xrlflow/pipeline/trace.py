@@ -27,7 +27,7 @@ class Trace:
 
     @property
     def searched(self) -> tuple[TraceStep, ...]:
-        """The substitutions that the search made."""
+        """The substitutions that the search applied."""
         return self.steps[sum(self.before) :]
 
 

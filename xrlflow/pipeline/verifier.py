@@ -129,7 +129,7 @@ class Verifier:
         return [rules[name] for name in sorted({step.rule for step in steps} & rules.keys())]
 
     def _nonempty(self, steps: Sequence[TraceStep]) -> list[str]:
-        """The rules that made these steps and require sizes of at least 1."""
+        """The rules of these steps that require sizes of at least 1."""
         return [rule.name for rule in self._rules(steps) if rule.nonempty]
 
     def _original(self, against: str | None = None, further: Iterable[int] = ()) -> Reference:

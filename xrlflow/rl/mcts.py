@@ -41,7 +41,7 @@ _IDLE = 20
 
 
 class Judge(Protocol[ObsIn]):
-    """The part of an agent that a tree search uses."""
+    """The methods of an agent that a tree search uses."""
 
     def evaluate(self, observations: Sequence[ObsIn]) -> tuple[Floats, Floats]:
         """The log-probabilities of each observation's candidates and No-Op, in one flat array, and the values [B]."""

@@ -13,7 +13,7 @@ the cost model instead of the network where the cost model is enough:
   policy's probability along the path (as in Orseau et al., 2018, Single-Agent Policy Tree Search) and by their loss. So
   the search crosses valleys of several steps.
 - Rollouts. They start at the input and run in bursts: one network call applies all substitutions that are nearly as
-  probable as the likeliest one. The first rollout takes the likeliest actions; later ones sample.
+  probable as the likeliest one. The first rollout applies the likeliest actions; later ones sample.
 
 Candidates of one rule with the same context and delta of the cost (mostly in different layers) form one perturbation.
 One of them is tried; if it gains, the other candidates are applied at once. A state is identified by its fingerprint,
@@ -53,7 +53,7 @@ _IDLE = 4
 
 
 class Scorer(Protocol[ObsIn]):
-    """The part of an agent that a search uses. See `xrlflow.rl.network.Network` and `xrlflow.rl.agent.InTorch`."""
+    """The methods of an agent that a search uses. See `xrlflow.rl.network.Network` and `xrlflow.rl.agent.InTorch`."""
 
     def log_probs(self, observations: Sequence[ObsIn]) -> npt.NDArray[np.float64]:
         """For each observation, the log-probabilities of its candidates and, last, of No-Op, all in one flat array."""

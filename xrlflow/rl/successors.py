@@ -2,7 +2,7 @@
 
 Every successor graph is built and encoded, and also the current graph, which represents No-Op: C + 1 graphs per
 decision instead of one. The only feature of a node is its operator, and the only feature of an edge is the shape of
-its tensor. Nothing marks what a candidate changed. The environment, PPO and the search are the same as for
+its tensor. Nothing marks the nodes that a candidate changed. The environment, PPO and the search are the same as for
 `agent.Agent`.
 
     observe = SuccessorFeaturiser(featuriser)
@@ -34,11 +34,12 @@ _LARGE, _DIMS = 4096.0, 4
 
 
 class SuccessorData(Data):  # type: ignore[misc]
-    """The successors of a situation in the order of its candidates, then its own graph: G = C + 1 disjoint graphs.
+    """The successors of a situation in the order of its candidates, and, last, its own graph: G = C + 1 disjoint
+    graphs.
 
-    op [N]: operator numbers; edge_index [2, E]; edge_attr [E, 4]: shapes; graph [N]: the graph of each node;
-    graphs [1]: G. Edges run from producer to consumer. Each node has a loop, and another loop for each constant that
-    it reads.
+    op [N]: operator numbers; edge_index [2, E]; edge_attr [E, 4]: shapes; graph [N]: the graph of each node; graphs
+    [1]: G. Edges run from producer to consumer. Each node has a loop, and another loop for each constant that it
+    reads.
     """
 
     op: Tensor

@@ -488,7 +488,7 @@ class _Listener:
 class Files:
     """Creates a task from ONNX files, with these rules and this cost model. The graphs are simplified first.
 
-    `folder`: where relative paths begin, because workers may have another working directory.
+    `folder`: the folder to which relative paths refer, because workers may have another working directory.
     """
 
     problems: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Workers that play episodes and compute gradients, in this process, in others, or on a cluster.
+"""Workers that play episodes and compute gradients, in this process, in other processes, or on a cluster.
 
 A request contains everything on which its episodes depend (parameters and seed). So it gives the same episodes
 whatever came before, and a run with the same seed and number of workers is repeatable on any machines. Observations

@@ -178,7 +178,8 @@ class CaseSampler(Generic[T]):
     def _samples(self, bindings: Bindings, samples: Iterable[int]) -> list[tuple[Case, T]]:
         """The cases of one choice of sizes on which the model runs, at most one for each of `samples`.
 
-        On failure, values are drawn again a few times. If the first sample never runs, the others are not tried.
+        On failure, values are drawn again a few times. If the model does not run on the first sample, further samples
+        are not tried.
         """
         cases: list[tuple[Case, T]] = []
         # If all inputs are floats, drawing other values does not make the model run.
@@ -295,8 +296,8 @@ class CaseSampler(Generic[T]):
         """Lists of choices of sizes, the most revealing list first. The caller uses the first choice of each list with
         which the original runs.
 
-        Each list changes one of `bases`: first all symbols at once, then each symbol alone, then each together with
-        the symbols that are equal to it in the base (the model may require that they are equal).
+        Each list changes one of `bases`: first all symbols at once, next each symbol alone, last each symbol together
+        with the symbols that have the same size in the base (the model may require that they are equal).
         """
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
         further = [size for n in self.further for size in (n + 1, n, n - 1)]

@@ -182,7 +182,9 @@ def wide(array: Array) -> Array:
 
 
 def by_reference(original: Array, reference: Array) -> Target | None:
-    """The target from a float64 evaluation; None if its shape differs, or it is not finite where the original is."""
+    """The target from a float64 evaluation; None if its shape differs from the original's, or if an element is not
+    finite that is finite in the original.
+    """
     if reference.shape != original.shape or reference.dtype.kind not in "fc":
         return None
     if not np.isfinite(reference[np.isfinite(wide(original))]).all():

@@ -101,7 +101,7 @@ def showing(proto: onnx.ModelProto, tensors: Mapping[str, DType], *, cut: bool) 
     """A serialised copy whose outputs are those of the model, then those of `tensors` (values of its main graph) that
     are not among them.
 
-    `cut`: each of `tensors` is replaced by an input where it is read; see the module.
+    `cut`: the readers of each of `tensors` read an input instead; see the module's docstring.
     """
     out = onnx.ModelProto()
     out.CopyFrom(proto)

@@ -276,7 +276,7 @@ def _usual(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
 
 
 def _partitions(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
-    """Every choice of which dimensions are equal, for up to five of them, whatever their names are."""
+    """Every division of up to five dimensions into groups of equal size. Names of dimensions are ignored."""
     slots = [s for s in self.slots if s.role != Role.RANK]
     if not 2 <= len(slots) <= 5:
         return

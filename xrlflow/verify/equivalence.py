@@ -1,7 +1,8 @@
 """Whether two ONNX models compute the same: signatures, then outputs on several inputs of several sizes.
 
-The models are run one after the other, so that only one ONNX Runtime session is in memory. `Reference` keeps the
-outputs of the original, so that several new models (those of a bisection, for instance) cost one run of the original.
+The models are run one after the other, so that only one ONNX Runtime session is in memory. `Reference` stores the
+outputs of the original, so that the comparison of several new models (in a bisection, for instance) needs only one run
+of the original.
 """
 
 from __future__ import annotations
@@ -708,7 +709,7 @@ def _other(against: Model | None) -> ImportedModel | None:
 
 
 def _shortened(names: Sequence[str], limit: int = 8) -> tuple[str, ...]:
-    """The first names, and a last entry that counts the others."""
+    """The first names, and a last entry that states how many further names there are."""
     return (*names[:limit], *([f"and {len(names) - limit} more"] if len(names) > limit else []))
 
 

@@ -116,7 +116,9 @@ class Demands:
 
 @dataclass(frozen=True, slots=True)
 class _Derived:
-    """A value that the walk has reached. Its elements are scale * x + shift, where x is the input's."""
+    """A value that the walk has reached. Its elements are scale * x + shift, where x is the corresponding element of
+    the input.
+    """
 
     graph: Graph
     value: Value

@@ -307,7 +307,7 @@ class _Draw:
         return np.clip(values, -largest, largest)
 
     def between(self, integers: Any, interval: tuple[int, int]) -> Any:
-        """Floats that index a table after a Cast; in one sample with fractions, where the interval allows them."""
+        """Floats that index a table after a Cast; in one sample with fractions, if the interval allows fractions."""
         if self.sample != 1 or self.cautious or self.demands.steers:
             return integers
         return np.clip(integers + self.rng.uniform(size=np.shape(integers)), *interval)

@@ -61,7 +61,7 @@ class Layer:
         lowest, highest = limits(self.numbers.dtype)
         steps = self.steps
         mask = ~((np.rint(steps - window) <= value) & (value <= np.rint(steps + window)))
-        if shift:  # with another zero point, another part of the numbers is clamped
+        if shift:  # with another zero point, other numbers are clamped
             mask &= (other != lowest) & (other != highest)
         return np.asarray(mask)
 
@@ -83,7 +83,9 @@ class Layer:
         return self.offsets is None or float(np.max(np.abs(self.offsets), initial=0.0)) <= TIE
 
     def shifted(self, dtype: np.dtype[Any]) -> Layer | None:
-        """The same layer with the zero point of a type of the other signedness; None if `dtype` has another size."""
+        """The same layer in the type `dtype`, whose zero point differs if one type is signed and the other is not;
+        None if the numbers are not rounded, or if `dtype` is no integer type of the same size.
+        """
         if dtype == self.numbers.dtype:
             return self
         if self.offsets is None or dtype.kind not in "iu" or dtype.itemsize != self.numbers.dtype.itemsize:

@@ -66,7 +66,9 @@ _MOST_ELEMENTS = 30_000_000
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many elements of a model's quantised tensors ONNX Runtime computes exactly, and why the others differ."""
+    """How many elements of a model's quantised tensors ONNX Runtime computes exactly, and why the other elements
+    differ.
+    """
 
     tensors: int = 0
     elements: int = 0  # of all tensors
@@ -294,7 +296,7 @@ class Quantised:
                         meaning.runs.append(_run(runner, meaning))
 
     def _deviation(self, wrong: Mapping[str, Difference], copy: bytes) -> str:
-        """The note that ONNX Runtime does not compute what the original means, and where."""
+        """The note that ONNX Runtime does not compute what the original means, with the greatest difference."""
         worst = max(wrong.values(), key=lambda difference: (not difference.floats, difference.maximum))
         meaning = self._meanings[0]
         count = len({*meaning.model.cuts, *meaning.outputs})

@@ -22,9 +22,9 @@ from xrlflow.verify.compare import wide
 from xrlflow.verify.inputs import Case, evaluable_feeds
 from xrlflow.verify.runner import Array, Model
 
-# If the original's error exceeds this part of its output, either the model is ill-conditioned, or our evaluation
+# If the original's error exceeds this fraction of its output, either the model is ill-conditioned, or our evaluation
 # computes something else. Errors below _HARMLESS are always accepted: a runtime's sigmoid is accurate to 2^-23 of 1,
-# however small its results are.
+# even if its results are small.
 _SUSPICIOUS = 2.0**-8
 _HARMLESS = 2.0**-20
 

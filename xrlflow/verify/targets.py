@@ -28,7 +28,7 @@ ON_DEMAND = 10
 
 @dataclass(slots=True)
 class ReferenceCase:
-    """One case with the original's outputs, and what a new model's outputs are compared with.
+    """One case with the original's outputs, and the targets with which a new model's outputs are compared.
 
     An output that is a sequence or map has several parts: (label, array); a tensor has one, with the label "".
     """

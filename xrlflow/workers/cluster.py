@@ -147,7 +147,7 @@ class Cluster:
         _authenticate(self._mode)
 
     def _resources(self, kind: Kind) -> dict[str, Any]:
-        """Ray's options for an actor: the resources that it takes, and the nodes where it may run."""
+        """Ray's options for an actor: the resources that the actor reserves, and the nodes on which it may run."""
         in_use = sum(worker.kind is kind for worker in self._open.values())
         if kind is Kind.WAIT:
             return {"num_cpus": 0, "scheduling_strategy": "SPREAD"}

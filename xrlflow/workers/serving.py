@@ -87,7 +87,9 @@ def serve(descriptor: int, life: int, folder: str, patience: float) -> None:
 
 
 def _closed(descriptor: int, milliseconds: int | None = None) -> bool:
-    """Wait until the other end is closed, or `milliseconds` (None: for ever). Returns whether it is closed."""
+    """Wait until the other end of the connection is closed, or for `milliseconds` (None: for ever). Returns whether it
+    is closed.
+    """
     poll = select.poll()
     poll.register(descriptor, 0)  # a closed other end is always reported
     return bool(poll.poll(milliseconds))
@@ -136,7 +138,9 @@ def _terminated(number: int, frame: object) -> None:
 
 
 def _work(connection: Connection[Any, Any]) -> None:
-    """Create a handler, and let it do tasks until the other end is closed. Raises EOFError, or ConnectionError."""
+    """Create a handler, and let it do tasks until the other end of the connection is closed. Raises EOFError, or
+    ConnectionError.
+    """
     global _connection
     _connection = connection
     make = connection.recv_bytes()
@@ -160,8 +164,8 @@ def _answer(handler: Handler, task: bytes) -> bytes:
 def serve_forks(descriptor: int, life: int, folder: str) -> None:
     """Fork a worker for each request. See `process.Forks`.
 
-    When the other end is closed, all processes of this group are killed, even those in endless loops, and the folder is
-    removed.
+    When the other end of the connection is closed, all processes of this group are killed, even those in endless
+    loops, and the folder is removed.
     """
     _end_with_parent(descriptor, life, folder)
     requests = socket.socket(fileno=descriptor)

@@ -217,7 +217,9 @@ def _evolution(
 def _child(
     parents: Sequence[Passes], names: Sequence[str], horizon: int, generator: np.random.Generator
 ) -> Passes:
-    """A new sequence: the beginning of a parent and the end of another, or one parent; then one to three changes."""
+    """A new sequence: the beginning of one parent and the end of another, or a whole parent; and in either case one to
+    three random changes.
+    """
 
     def one() -> Passes:
         return parents[

@@ -58,7 +58,7 @@ class Imagined:
 
 
 class Heads:
-    """The part of an agent that decides, as a PPO policy over imagined states."""
+    """The layers of an agent that score candidates and estimate values, as a PPO policy over imagined states."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
