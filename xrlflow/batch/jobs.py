@@ -45,7 +45,7 @@ class Job:
 
     @property
     def record(self) -> Path:
-        """The path of the file with the row. It is written last: if it has the job's key, the job is done."""
+        """The path of the file with the row. This file is written last: if it has the job's key, the job is done."""
         return Path(self.root, self.target + RECORD)
 
 

@@ -52,7 +52,7 @@ def key_of(source: str, options: Options) -> str:
 
 
 def versions() -> str:
-    """The versions that results depend on, for messages."""
+    """The versions of packages on which results depend, for messages."""
     return ", ".join(f"{package} {version_of(package)}" for package in (*_PACKAGES, _COMPILER))
 
 

@@ -121,7 +121,8 @@ def compiler() -> Finding:
 
 
 def kernels() -> Finding:
-    """Whether TVM and the C compiler build a library of kernels, and ONNX Runtime computes with it."""
+    """Whether TVM and the C compiler build a library of kernels, and whether ONNX Runtime computes with this
+    library."""
     if missing := _missing(EXTRAS["tvm"].modules):
         return Finding("TVM", Status.WARN, f"not installed ({', '.join(missing)} missing)", _KERNELS)
     import numpy as np

@@ -429,7 +429,8 @@ def has_batched_indices(module: Any) -> bool:
     )
 
 
-# bool, the integers of 32 and 64 bits, float32, float64, tuples, tokens and the complex types.
+# The numbers of these types: bool, the integers of 32 and 64 bits, float32, float64, tuples, tokens and the complex
+# types.
 _ORDINARY = frozenset({1, 4, 5, 8, 9, 11, 12, _TUPLE, 15, 17, 18})
 
 

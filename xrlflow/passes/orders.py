@@ -1,6 +1,6 @@
-"""Orders of XLA's passes for a file: the functions behind `xrlflow passes`.
+"""Searches for orders of XLA's passes for a file: the functions behind `xrlflow passes`.
 
-    from xrlflow.passes import orders
+from xrlflow.passes import orders
 
     found = orders.optimize("model.hlo", steps=200)
     print(found.before, found.default, found.after, found.order.passes)
@@ -74,7 +74,7 @@ class OutputsDiffer(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SearchOutcome:
-    """An optimised module."""
+    """An optimised module, and how it was found."""
 
     search: Search
     order: Order
@@ -498,7 +498,7 @@ def timed(compiler: Compiler, default: Module, best: Module, pairs: int = _PAIRS
     """Two ratios with their 95% intervals, from pairs of runs: the time after the default order divided by the time
     after the best order (above 1, the best order is faster), and A/A, the default order against itself.
     """
-    # The default module is passed twice, so that all three are interleaved.
+    # The default module is passed twice, so that the runs of all three modules alternate.
     first, other, again = compiler.seconds([default, best, default], pairs)
     return _ratio(first, other), _ratio(first, again)
 

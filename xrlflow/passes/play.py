@@ -170,8 +170,8 @@ def _decided(agent: Agent, observation: Observation) -> SegmentCategorical:
 
 
 def _check_finite(numbers: torch.Tensor) -> None:
-    """Raise CheckpointError if an agent's scores are not finite, which also finite weights can cause if a file is
-    damaged.
+    """Raise CheckpointError if an agent's scores are not finite. In a damaged file, even finite weights can cause
+    this.
     """
     if not bool(numbers.isfinite().all()):
         raise CheckpointError("the agent gives scores that are not finite: its weights are damaged")

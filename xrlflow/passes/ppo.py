@@ -91,13 +91,14 @@ def train(
     deadline: float | None = None,
     log: Callable[[int], Logs] | None = None,
 ) -> Trained:
-    """Train an agent on modules. It is written to `output` whenever it plays them better than before.
+    """Train an agent on modules. The agent is written to `output` whenever it plays the modules better than before.
 
     The run ends after all iterations, at `deadline` (time.monotonic) or at Ctrl-C, with the best agent so far. After
-    each iteration its state is written to `state_path(output)`, and a later run continues from it, unless `restart` is
-    set. `log(done)` creates the logs, given the number of finished iterations. The compiler should have a cache, since
-    episodes repeat the same passes on the same modules. Raises CheckpointError if `start` is for other passes, if the
-    state is of another run, or if `output` cannot be written, and TrainingError if a loss is not finite.
+    each iteration the state of the run is written to `state_path(output)`, and a later run continues from this state,
+    unless `restart` is set. `log(done)` creates the logs, given the number of finished iterations. The compiler should
+    have a cache, since episodes repeat the same passes on the same modules. Raises CheckpointError if `start` is for
+    other passes, if the state is of another run, or if `output` cannot be written, and TrainingError if a loss is not
+    finite.
     """
     run = _Run(compiler, problems, config, output, start)
     if not restart:
@@ -180,7 +181,7 @@ class _Run:
             self._unsaved = False
 
     def evaluate(self) -> dict[str, float]:
-        """Play all modules, and keep the agent if it is the best so far."""
+        """Play all modules, and store the agent if it is the best so far."""
         result = score(self.agent, self.compiler, self.problems, self.config.teaching.metric)
         if result < self.score:
             self.best, self.score = self.agent.copy(), result

@@ -82,8 +82,9 @@ class RuleCompiler:
         return [self.apply(module, name) for name in names]
 
     def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
-        """The module after the families in the library's order, repeated until the number of operations stays the
-        same."""
+        """The module after the passes of all families in the library's order, repeated until the number of operations
+        stays the same.
+        """
         selected = [name for name in self.passes if names is None or name in names]
         for _ in range(_ROUNDS):
             before = module.summary.operations

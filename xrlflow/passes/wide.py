@@ -58,7 +58,7 @@ def _program(program: Any) -> None:
 
 
 def _shape(shape: Any) -> None:
-    """Raise CompilerError for floats of 8 bits and less: a module with these relies on their rounding."""
+    """Raise CompilerError for floats of 8 bits and less: a module with such floats relies on their rounding."""
     if shape.element_type in _WIDER:
         shape.element_type = _WIDER[shape.element_type]
     elif shape.element_type not in _EXACT:

@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """Run the passes that these options enable on the module with this digest.
+    """Run the passes that the compile options enable on the module with this digest.
 
     `unbatched`: refuse a module in which a gather or scatter has batch dimensions. Reply: Loaded, or None if nothing
     changed.

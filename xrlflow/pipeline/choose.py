@@ -229,7 +229,7 @@ class Trials:
         return ratio
 
     def _of(self, against: SearchNode | None) -> Graph | None:
-        """The graph that was measured as `against`; None for an original that was simplified before the search."""
+        """The graph that was measured as `against`; None for the original, if it was simplified before the search."""
         if against is not None:
             return against.state.graph
         base = self.start.base.state.graph

@@ -178,7 +178,7 @@ def _graphs_to_measure(
 
 
 def _with_costs(start: Start, model: Learned) -> Start:
-    """The start with another cost model."""
+    """The start with the cost model `model`."""
     state = start.base.state
     state = RewriteState.start(state.graph, state.library, model.delta)
     return replace(start, base=SearchNode(state, None, model.cost(state.graph)), model=model)

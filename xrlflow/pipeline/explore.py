@@ -117,7 +117,7 @@ def search(
 
 
 def _at_least(context: Context, until: float) -> float:
-    """The deadline of a search that begins now: `until`, or a little later if it begins late."""
+    """The deadline of a search that begins now: `until`, or a little later if the search begins late."""
     return max(until, min(time.monotonic() + _SEARCH_AT_LEAST, context.clock.budget.select_until))
 
 

@@ -127,7 +127,7 @@ class _BuiltCandidate:
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The graphs to compile, in this order."""
+    """The graphs to compile, in the order in which they are compiled."""
 
     nodes: Sequence[SearchNode]
     base: Graph
@@ -244,7 +244,8 @@ def _searched(context: Context, start: Start, how: Lowering) -> PlacementResult 
 
 def with_kernels(context: Context, path: str) -> Context:
     """The context for measuring and verifying a file with its library. Models without the library's operators ignore
-    it."""
+    the library.
+    """
     options = with_library(context.options.session_options, str(library_path(path)))
     return replace(context, options=replace(context.options, session_options=options))
 
@@ -305,7 +306,7 @@ def _sizes(context: Context) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _describe(built: _BuiltCandidate) -> str:
-    """Which nodes run in generated kernels, in one line."""
+    """A line that says which nodes run in generated kernels."""
     hybrid = built.hybrid
     regions = f"in {len(hybrid.regions)} regions" if len(hybrid.regions) > 1 else "as one region"
     remarks = "".join(f"; {remark}" for remark in hybrid.remarks)

@@ -150,7 +150,7 @@ class _Best:
             self.unsaved = partial(save_alone, self.agent, self.output, about)
 
     def save(self) -> None:
-        """Write an agent that is not written yet: the first one, or a better one whose writing Ctrl-C interrupted."""
+        """Write the best agent if it is not written yet: it is the first agent, or Ctrl-C interrupted its writing."""
         if self.unsaved is not None:
             self.unsaved()
             self.unsaved = None
@@ -213,9 +213,9 @@ def _with_world_model(
 
 
 def _earlier(output: str | os.PathLike[str]) -> tuple[Agent, World | None, int] | None:
-    """The best agent of an earlier run with a world model that wrote this file, its world model (None before the first
-    round), and the number of its rounds. None if the file is not of such a run. Raises OptionError for a run without a
-    world model, and CheckpointError for a world model that does not fit.
+    """If an earlier run with a world model wrote this file: its best agent, its world model (None before the first
+    round), and the number of its rounds; otherwise None. Raises OptionError for a run without a world model, and
+    CheckpointError for a world model that does not fit.
     """
     from xrlflow.rl.agent import Agent
     from xrlflow.rl.parameters import Parameters

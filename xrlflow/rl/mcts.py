@@ -270,7 +270,7 @@ class _TreeSearch(States, Generic[Obs]):
         return _Vertex(node, [tuple(matches[i] for i in each) for each in members], priors)
 
     def learn(self, path: _Path, value: float) -> None:
-        """Add the value of a simulation to the edges of its path; The value -inf (no new state) counts as the least
+        """Add the value of a simulation to the edges of its path. The value -inf (no new state) counts as the least
         value so far.
         """
         lost = not np.isfinite(value)

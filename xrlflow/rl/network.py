@@ -157,8 +157,8 @@ class _Builder:
         return self("Shape", x, start=0, end=1)
 
     def sums(self, rows: str, owner: str, count: str, width: int, minimum: float | None = None) -> str:
-        """The sums of the rows [R, width] of each owner [count, width]; with `minimum`, instead the maxima of these
-        rows and `minimum`.
+        """The sums of the rows [R, width] of each owner [count, width]; with `minimum`, the maxima of these rows
+        instead, at least `minimum`.
         """
         shape = self("Concat", count, self.constant([width]), axis=0)
         start = np.array([0.0 if minimum is None else minimum], np.float32)

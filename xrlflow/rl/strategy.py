@@ -45,8 +45,8 @@ ObsIn = TypeVar("ObsIn", contravariant=True)
 
 # The maximum number of nodes of a match that `alike` compares.
 _SHOWN = 16
-# A rule whose first substitution loses may gain when it is applied again. Repetitions are tried up to the first number
-# as the depth of perturbations, and each adds the second number to the nats of the perturbation.
+# For the repetition of a rule whose first substitution loses, since it may gain when it is applied again: the greatest
+# depth of perturbations, and the nats that each repetition adds.
 _REPEATS, _AGAIN = 5, 1.5
 # The search ends after this many rollouts in a row that find nothing new.
 _IDLE = 4
@@ -92,8 +92,8 @@ Group = tuple[object, ...]
 class _Evaluated:
     """An evaluated state: its C candidates (choices), and the log-probabilities [C + 1] of these and No-Op.
 
-    `group` [C] is the group of each choice; choices of one group are equal in different places. `groups` lists the
-    members of each group, the likeliest first.
+    `group` [C] is the group of each choice; the choices of one group are equal substitutions in different parts of the
+    graph. `groups` lists the members of each group, the likeliest first.
     """
 
     node: SearchNode

@@ -34,7 +34,7 @@ _LARGE, _DIMS = 4096.0, 4
 
 
 class SuccessorData(Data):  # type: ignore[misc]
-    """The successors of a situation in the order of its candidates, and, last, its own graph: G = C + 1 disjoint
+    """The successors of a situation in the order of its candidates and, last, its own graph: G = C + 1 disjoint
     graphs.
 
     op [N]: operator numbers; edge_index [2, E]; edge_attr [E, 4]: shapes; graph [N]: the graph of each node; graphs
@@ -79,7 +79,7 @@ class SuccessorFeaturiser:
 
     @staticmethod
     def _edges(part: Structure, shapes: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Ends [2, E] and shapes [E, 4] of a graph's edges, then of the loops of its nodes (shape 0)."""
+        """Ends [2, E] and shapes [E, 4] of a graph's edges and, after these, of the loops of its nodes (shape 0)."""
         source = np.where(part.source < 0, part.target, part.source)
         nodes = np.arange(len(part.op))
         ends = np.stack((np.concatenate((source, nodes)), np.concatenate((part.target, nodes))))

@@ -237,7 +237,7 @@ class Trainer:
     def resume(self, checkpoint: Checkpoint) -> tuple[Agent, Score]:
         """Continue a run from its checkpoint. Returns the best agent so far and its score.
 
-        Raises CheckpointError if the checkpoint is of another run or its parts do not fit.
+        Raises CheckpointError if the checkpoint is of another run, or if its parts do not fit together.
         """
         config = checkpoint.config
         mine, theirs = self.config.to_json(), config.get("run")

@@ -42,7 +42,7 @@ class Task:
 
 
 class Objective(Enum):
-    """The graph of an episode whose cost training minimises."""
+    """The choice of the graph, among those of an episode, whose cost training minimises."""
 
     FINAL = "final"  # the last graph; the reward of a step is that of the environment
     BEST = "best"

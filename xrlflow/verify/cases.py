@@ -228,8 +228,8 @@ class CaseSampler(Generic[T]):
         return None
 
     def seeking(self, bindings: Sequence[Bindings], numbers: Iterable[float]) -> Iterator[Case]:
-        """Cases with many kinds of values, drawn to reach another branch. The choices of sizes in `bindings`
-        alternate.
+        """Cases with many kinds of values, drawn to reach branches that no case has reached. The choices of sizes in
+        `bindings` alternate.
 
         `numbers`: constants from which conditions are computed.
         """

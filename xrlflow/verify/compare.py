@@ -89,7 +89,7 @@ class Element:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """What an output is compared with, and the noise that decides the tolerance."""
+    """The target with which an output is compared, and the noise that decides the tolerance."""
 
     criterion: Criterion
     original: Array

@@ -289,7 +289,7 @@ def _partitions(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
 
 
 def _set_partitions(n: int) -> Iterator[tuple[int, ...]]:
-    """All partitions of n things into classes: for each thing the number of its class."""
+    """All partitions of n things into classes. A partition is a tuple with the class number of each thing."""
 
     def grow(prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(prefix) == n:

@@ -78,7 +78,7 @@ class Demands:
     # Numbers that the model compares the input with: a sampling rate, an end-of-text token, ...
     landmarks: list[float] = field(default_factory=list)
     constraint: TensorConstraint | None = None
-    # The dimension that the sizes of a Split sum to, or the rank that axes refer to.
+    # The dimension that is the sum of a Split's sizes, or the rank to which axes refer.
     extent: Dim = None
     # If the input is a shape for Reshape or Expand: the shape that the file declares for the result. Any other value
     # of the input would contradict it.
@@ -172,7 +172,7 @@ def input_constraints(
 
 
 def _steers(graph: Graph, value: Value) -> bool:
-    """Whether a value, or something computed from it, decides how much is computed: see `Demands.steers`."""
+    """Whether a value, or another value computed from it, decides how much the model computes: see `Demands.steers`."""
     visited: set[tuple[int, Value]] = set()  # pairs, as a body can be reached along several paths
     work = [(graph, value)]
     while work:

@@ -40,7 +40,7 @@ class Layer:
 
     numbers: Array  # the exact integers
     offsets: Array | None  # real number minus integer, in steps of the scale; None: not rounded
-    zero: Value | None = None  # the zero point, a value of the graph (of DynamicQuantizeLinear only)
+    zero: Value | None = None  # the zero point, a value of the graph (for DynamicQuantizeLinear only)
 
     @property
     def steps(self) -> Array:

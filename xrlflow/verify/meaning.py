@@ -30,7 +30,7 @@ from xrlflow.verify.runner import Array, Model
 _NOISE = 8.0
 # The float32 error of one element may be 0 by chance. So the greatest error among this many elements around it counts.
 _SLICE = 16
-# What NumPy raises for uses of an operator that our evaluator does not know.
+# The exceptions that NumPy raises for uses of an operator that our evaluator does not support.
 _FAILS = (ArithmeticError, AssertionError, IndexError, KeyError, MemoryError, TypeError, ValueError)
 
 
@@ -170,7 +170,9 @@ class Meaning:
     """Of a new model: for each of its tensors and outputs, the same value of the original."""
     spare: Sequence[Value] = ()  # tensors that only the original has
     runs: list[dict[str, Array]] = field(default_factory=list)
-    """What ONNX Runtime computes for the parts, by name: one dict for each optimisation level, the user's first."""
+    """The results of ONNX Runtime for the parts, by name: one dict for each optimisation level, the user's level
+    first.
+    """
     _windows: dict[Value, Array] = field(default_factory=dict)
     _noise: dict[Value, Array] = field(default_factory=dict)
 
@@ -219,7 +221,7 @@ class Meaning:
         return np.maximum(TIE, _NOISE * around(strays, _SLICE))
 
     def noise(self, value: Value) -> Array:
-        """How far rounding to the declared types moves each element of an output of floats, in the original's part."""
+        """How far rounding to the declared types moves each element of a float output, in the original's part."""
         if self.original is not None:
             return self.original.noise(self.of[value])
         if value not in self._noise:

@@ -87,7 +87,7 @@ def _noise(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
     rng = np.random.default_rng(0)
     order = graph.topological()
     last = {value: at for at, node in enumerate(order) for value in node.inputs}
-    # One array if no element has an error, else 1 + SAMPLES.
+    # For each value, one array if no element has an error, else 1 + SAMPLES arrays.
     arrays_of: dict[Value, list[Array]] = {v: [promote(REALS, np.asarray(a))] for v, a in feeds.items()}
 
     def read(value: Value) -> list[Array] | None:
@@ -118,7 +118,7 @@ def _noise(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
 def _results(
     graph: Graph, node: Node, inputs: Sequence[list[Array] | None], rng: np.random.Generator
 ) -> list[list[Array]]:
-    """The outputs of one operator: for each, one array if it has no errors, else 1 + SAMPLES."""
+    """The outputs of one operator: for each output, one array if it has no errors, else 1 + SAMPLES arrays."""
 
     def chosen(sample: int) -> list[Array | None]:
         return [None if x is None else x[min(sample, len(x) - 1)] for x in inputs]

@@ -93,7 +93,9 @@ class Cluster:
         )
 
     def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> RayWorker:
-        """A new worker. Raises ClusterError if no node has the resources, or if the cluster is gone and stays away."""
+        """A new worker. Raises ClusterError if no node has the resources, or if the cluster is gone and does not come
+        back.
+        """
         if not self._there():
             self._rejoin()
         options = self._resources(kind)

@@ -11,7 +11,7 @@ from xrlflow.passes.searches.steps import Budget, Explorer, Node, Order, until_o
 def random(
     compiler: Compiler, module: Module, budget: Budget, seed: int = 0, metric: Metric = Metric.OPERATIONS
 ) -> Order:
-    """Episodes that draw each pass with equal probability, from the first module until the horizon.
+    """Search by episodes that begin at the first module, and draw each pass with equal probability until the horizon.
 
     A pass that was observed to have no effect on a module is not drawn for it again.
     """

@@ -37,8 +37,9 @@ class BudgetUsedUp(Exception):
 
 
 class Refused(Exception):
-    """The best module of a search computes something else than the first one. The search begins again without that
-    step."""
+    """The best module of a search computes something else than the first one. The search begins again without the step
+    that caused this.
+    """
 
 
 @runtime_checkable
@@ -46,7 +47,7 @@ class Foreseeing(Protocol):
     """A compiler that knows for some passes, without running them, that they have no effect on a module."""
 
     def without_effect(self, module: Module) -> Collection[str]:
-        """The names of these passes."""
+        """The names of the passes that are known to have no effect on the module."""
         ...
 
 

@@ -25,7 +25,7 @@ _DREAMS = 32
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Errors after `horizon` imagined steps."""
+    """The errors of a world model after `horizon` imagined steps."""
 
     horizon: int
     temperature: float

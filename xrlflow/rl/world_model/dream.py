@@ -134,8 +134,9 @@ def _act(
     episodes: Sequence[Episode[Imagined]],
     generator: torch.Generator,
 ) -> list[tuple[int, int]]:
-    """Draw an action in each running dream, and append it to its episode. Returns the dreams that go on, with
-    actions."""
+    """Draw an action in each running dream, and append it to its episode. Returns the numbers of the dreams that
+    continue, each with its action.
+    """
     distribution, values = heads.evaluate([states[i] for i in running])
     actions = distribution.sample(generator)
     chances = distribution.log_prob(actions)

@@ -26,7 +26,7 @@ from xrlflow.rl.features import GLOBAL_FEATURES
 
 # The least and the greatest logarithm of a Gaussian's standard deviation.
 _NARROW, _WIDE = -5.0, 1.0
-# The maximum of imagined candidates of a rule.
+# The maximum number of imagined candidates of a rule.
 _MANY = 1e5
 # For a rule that did not occur in training: the logit of having candidates.
 _UNKNOWN = -4.0

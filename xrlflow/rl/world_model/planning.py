@@ -1,7 +1,7 @@
 """Planning in latents: Gumbel MuZero's tree search inside the world model (Danihelka et al., 2022).
 
-A plan imagines what follows from the candidates of one real state, and never calls the engine. At the root, a number of
-actions is drawn without replacement by the Gumbel trick, and sequential halving divides the simulations among them.
+A plan imagines what follows from the candidates of one real state, and never calls the engine. At the root, several
+actions are drawn without replacement by the Gumbel trick, and sequential halving divides the simulations among them.
 Below the root, the next action is the one whose visits are farthest below an improved policy. Latents are
 deterministic.
 """
