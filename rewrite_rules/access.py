@@ -104,7 +104,7 @@ def size_of(digits: Sequence[Digit]) -> int:
 
 
 def merged(digits: Sequence[Digit]) -> tuple[Digit, ...]:
-    """The digits, with neighbours of matching steps joined and digits of size 1 left out."""
+    """The digits, with neighbouring digits joined if their steps fit, and without digits of size 1."""
     out: list[Digit] = []
     for d in digits:
         if d.size == 1 and not d.name:
@@ -445,7 +445,7 @@ def _comparable(dims: Dims, axis: int) -> Dims:
     )
 
 
-# From maps to operators
+# From maps to chains of operators
 
 
 @dataclass(frozen=True, slots=True)

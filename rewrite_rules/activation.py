@@ -850,7 +850,7 @@ def _clip(op: Op, x: Val, low: float, high: float) -> Any:
 
 
 class _ClipAndRelu(Rule, family="identity"):
-    """A Clip and a Relu, one after the other."""
+    """A rule for a Clip and a Relu, one after the other."""
 
     proof = "numeric"
     relies_on = MergeClips.relies_on

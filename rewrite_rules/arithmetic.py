@@ -205,7 +205,7 @@ class ReplacePowByProduct(Rule, family="idioms"):
 class ReplacePowBySqrt(Rule, family="idioms"):
     """x ^ 0.5 -> sqrt(x).
 
-    Of minus infinity the left side is infinite, the right side NaN.
+    For x = minus infinity the left side is infinite, and the right side is NaN.
     """
 
     may_add_nonfinite = True

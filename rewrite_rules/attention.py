@@ -1,4 +1,4 @@
-"""Decomposed scaled dot-product attention and rotary embeddings become ONNX's own operators."""
+"""Rules by which attention and rotary embeddings, written with several operators, become ONNX's own operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Axes and permutations, and the attributes and constant inputs that hold them."""
+"""Helpers for axes and permutations, and for the attributes and constant inputs that hold them."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A Loop or Scan, with views of its body."""
+    """A Loop or Scan, with properties that describe its body."""
 
     node: Node
     body: Body
@@ -151,7 +151,7 @@ class Loop:
         return Region(self.node.outputs, (*self.explicit, *captured), (self.node,), data)
 
     def is_constant(self, value: Value) -> bool:
-        """Whether a value of the body is constant."""
+        """Whether a value in the body is constant."""
         return value not in self.graph.inputs and self.graph.type(value).const
 
     def parts(self, inputs: Sequence[Val | None]) -> Parts:
@@ -190,7 +190,7 @@ class Loop:
 
 
 def known_condition(graph: Graph, condition: Value) -> bool | None:
-    """A condition, if it is a constant."""
+    """The value of a condition, if it is a constant; else None."""
     const = graph.const(condition)
     return None if const is None or const.array is None or const.array.size != 1 else bool(const.array.item())
 

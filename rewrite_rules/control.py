@@ -665,7 +665,7 @@ class HoistOutOfScan(RegionRule, family="control"):
     """scan(x_t @ w, ...) -> y = x @ w, scan(y_t, ...)  and alike for every function of only one step's input.
 
     Products with a matrix and element-wise operators are computed for all steps at once. A product of [x_t, h] is split
-    in two. An output of the loop that is computed this way leaves the loop.
+    in two. If an output of the loop can be computed for all steps at once, the loop no longer returns it.
     """
 
     anchors = ("Scan",)

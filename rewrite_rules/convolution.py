@@ -91,7 +91,7 @@ def _positive(sizes: Sequence[Dim]) -> bool:
 
 
 class _OneConv(Rule, family="convolution"):
-    """A rule whose source is one convolution, with or without a bias."""
+    """A rule for one convolution, with or without a bias."""
 
     optional: ClassVar[tuple[str, ...]] = ("b",)
 

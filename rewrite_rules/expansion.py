@@ -135,7 +135,7 @@ class _ExpandCells(_Expansion):
         return Region(tuple(node.outputs[i] for i in data.outputs), inputs, (node,), data)
 
     def _functions(self, node: Node, directions: int) -> tuple[tuple[str, ...], ...]:
-        """The activations of each direction."""
+        """The names of the activations, for each direction."""
         names = node.attrs.get("activations") or self.default * directions
         assert isinstance(names, tuple)
         for name in names:

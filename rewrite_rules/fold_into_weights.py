@@ -22,7 +22,7 @@ def group_of(attrs: Attrs) -> int:
 
 
 def flat(op: Op, c: Val) -> Any:
-    """A constant as one row."""
+    """The elements of a constant as one row."""
     return c if c.rank == 1 else op.Reshape(c, [-1])
 
 
@@ -37,7 +37,7 @@ def scale_rows(op: Op, w: Val, s: Val) -> Any:
 
 
 def scale_columns(op: Op, w: Val, s: Val, group: int) -> Any:
-    """w[g*i, j, ...] * s[g*j] where w's rows and the concatenated columns of all groups are cut into groups."""
+    """w[g*i, j, ...] * s[g*j], where both w's rows and the columns of all groups are divided into `group` groups."""
     if group == 1 or is_single(s):
         return op.Mul(w, op.Reshape(s, [1, -1] + [1] * (w.rank - 2)))
     rows, columns, *kernel = w.sizes
@@ -399,7 +399,7 @@ class _Gemm(Rule, family="linear"):
         return op.Mul(w, op.Reshape(s, [-1, 1] if m.c.get("transB") else [1, -1]))
 
     def bias(self, op: Op, m: Captures, b: Val) -> Any:
-        """The bias times beta."""
+        """The bias of a Gemm times its beta."""
         beta = m.c.get("beta", 1.0)
         return b if beta == 1.0 else op.Mul(b, beta)
 

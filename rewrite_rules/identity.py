@@ -231,7 +231,7 @@ class RemoveNoopSlice(_Unchanged):
 class RemoveNoopReshape(RegionRule, family="identity"):
     """reshape(x) -> x  when the shape is the same, number for number and symbol for symbol.
 
-    Also Expand, Tile, Squeeze, Unsqueeze and Flatten.
+    The rule also removes Expand, Tile, Squeeze, Unsqueeze and Flatten.
     """
 
     may_lose_errors = ("sizes", "indices")
@@ -295,7 +295,7 @@ class RemoveEmptyParts(RegionRule, family="identity"):
         return xs[0] if len(xs) == 1 else op.Concat(*xs, attrs=region.data)
 
 
-# The deterministic operators without bodies, which graphs may compute twice, or from constants.
+# The deterministic operators without bodies. A graph may compute them twice, or from constants only.
 _NAMES = """
 Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization
 BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Ceil Celu CenterCropPad Clip Col2Im

@@ -187,7 +187,7 @@ class FoldComparisonOfBool(Rule, family="idioms"):
 
     @staticmethod
     def _truth(m: Captures, c: Val, n: Val) -> tuple[bool, bool]:
-        """The results of the comparison for False and for True."""
+        """The results of the comparison if c is False and if c is True."""
         number, compare = number_for(n, c), _FUNCTIONS[m.compare]
         of_false, of_true = (bool(compare(number, b) if m.turned else compare(b, number)) for b in (0.0, 1.0))
         return of_false, of_true

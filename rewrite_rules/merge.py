@@ -19,7 +19,7 @@ from xrlflow.ir import ABSENT, FLOATS, Attrs, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
-# Products of one input
+# Several products of one input
 
 
 class MergeMatMuls(Rule, family="merge"):
@@ -215,7 +215,7 @@ class SplitMergedMatMul(_SplitMerged):
     )
 
 
-# Convolutions of one input
+# Several convolutions of one input
 
 
 class _TwoConvs(Rule, family="merge"):

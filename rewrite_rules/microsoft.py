@@ -362,7 +362,7 @@ class FuseMatMulIntegerToFloat(_Contributed):
 
 
 def worthwhile_zeros(*zeros: Val | None) -> None:
-    """Refuse zero points of more than one number, because not every kernel takes them."""
+    """Refuse zero points with more than one number, because not every kernel takes them."""
     for zero in zeros:
         profitable(zero is None or all(d == 1 for d in zero.sizes), "a zero point is not one number")
 

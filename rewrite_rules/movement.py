@@ -372,9 +372,9 @@ _TO_THE_END = (
 class MergeMovement(RegionRule, family="movement"):
     """move_k(... move_1(x)) -> the cheapest chain that takes the same elements of x to the same places.
 
-    Reshape, Transpose, Slice, Split, Concat, Gather by constants, Expand, Tile, Pad and their like in any order:
-    their effects are composed into one map of positions, and operators are made from that map. The rule applies where
-    this moves fewer elements, or takes fewer operators. Symbolic dimensions are carried along.
+    Reshape, Transpose, Slice, Split, Concat, Gather by constants, Expand, Tile, Pad and their like in any order: their
+    effects are composed into one map of positions, and a new chain of operators is made from that map. The rule applies
+    if the new chain moves fewer elements, or has fewer operators. It may only move symbolic dimensions as a whole.
     """
 
     anchors = (*_PLAIN, "Concat")
@@ -596,7 +596,7 @@ class PushMovementIntoConcat(RegionRule, family="movement"):
 class ReplaceMovement(RegionRule, family="movement"):
     """gather(x, consecutive constants) -> slice(x);  move(x) -> reshape(x)  when no data moves.
 
-    `move` is Gather, Expand, DepthToSpace or SpaceToDepth, along dimensions of 1.
+    In the second case `move` is a Gather, Expand, DepthToSpace or SpaceToDepth along dimensions of 1.
     """
 
     anchors = ("Gather", "Expand", "DepthToSpace", "SpaceToDepth")

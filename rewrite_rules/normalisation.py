@@ -345,7 +345,7 @@ class FuseRMSNormalization(RegionRule, family="normalisation"):
         return op.RMSNormalization(x, weight, axis=axis, epsilon=epsilon)
 
 
-# The residual before a LayerNormalization
+# The addition before a LayerNormalization
 
 
 class ReplaceAddBySum(RegionRule, family="normalisation"):
@@ -412,7 +412,7 @@ def _reduced(reader: Reader, value: Value, x: Value, op: str) -> tuple[int, ...]
 
 
 def _less_its_greatest(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
-    """(x, axes) if a value is x - max(x) over these axes."""
+    """(x, axes) if a value is x - max(x) over these axes; else None."""
     node = made_by(reader, value, "Sub")
     if node is None:
         return None
@@ -559,7 +559,7 @@ class FuseLogOfSoftmax(Rule, family="idioms"):
 
 
 def _mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
-    """(x, axes) if a value is the mean of x over these axes (with or without keepdims)."""
+    """(x, axes) if a value is the mean of x over these axes (with or without keepdims); else None."""
     node = made_by(reader, value, "ReduceMean", "GlobalAveragePool", "Div", "Mul")
     if node is None:
         return None
@@ -572,7 +572,7 @@ def _mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
 
 
 def _averaged(reader: Reader, value: Value, op: str) -> tuple[Value, tuple[int, ...]] | None:
-    """(x, axes) if a value is the reduction `op` of x over these axes, divided by the number of elements."""
+    """(x, axes) if a value is the reduction `op` of x over these axes, divided by the number of elements; else None."""
     node = made_by(reader, value, "Div", "Mul")
     for total, c in operands(node):
         summed = made_by(reader, total, op)
@@ -591,7 +591,7 @@ def _averaged(reader: Reader, value: Value, op: str) -> tuple[Value, tuple[int, 
 
 
 def _mean_square(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
-    """(x, axes) if a value is the mean of x^2 over these axes."""
+    """(x, axes) if a value is the mean of x^2 over these axes; else None."""
     averaged = _averaged(reader, value, "ReduceSumSquare")
     mean = None if averaged is not None else _mean(reader, value)
     base = None if mean is None else square_of(reader, mean[0])
@@ -602,7 +602,7 @@ def _mean_square(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] 
 
 
 def _less_its_mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
-    """(x, axes) if a value is x minus its mean over these axes."""
+    """(x, axes) if a value is x minus its mean over these axes; else None."""
     node = made_by(reader, value, "Sub")
     if node is None:
         return None

@@ -184,7 +184,7 @@ def _size(reader: Reader, value: Value, axis: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """Part of a constant matrix: its `rows` (inputs) and `columns` (results), each as (start, length)."""
+    """A part of a constant matrix: its `rows` (inputs) and `columns` (results), each as (start, length)."""
 
     value: Value
     transposed: bool
@@ -199,7 +199,7 @@ class _Weight:
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A sum of products of values with constant matrices, and of parts of constant rows."""
+    """A linear form: a sum of products of values with constant matrices, and of parts of constant rows."""
 
     terms: tuple[tuple[Value, _Weight], ...] = ()
     biases: tuple[tuple[Value, int, int], ...] = ()
@@ -497,7 +497,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         return op.Expand(np.zeros(1, np.float32), [size]) if total is None else total
 
     def biases(self, op: Op, native: _Native, vals: dict[Value, Val]) -> Any:
-        """The biases [1, 2 * gates * size]; None if there are none."""
+        """The biases [1, 2 * gates * size] of all gates; None if there are none."""
         if not any(native.biases):
             return None
         own = [self.bias(op, b, vals, native.size) for b in native.biases]
@@ -536,7 +536,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         return results
 
 
-# Examples: three steps of cells as exporters write them
+# Examples: unrolled cells with three steps, as exporters write them
 
 
 def _numbers(n: int) -> str:
@@ -654,7 +654,7 @@ class FuseUnrolledLSTM(_Unrolled):
         _with(
             _unrolled(f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CUTS}", 4, states=_LSTM_STATES, steps=2), _CUTS_AT
         ),
-        # Only one gate has a bias.
+        # A cell in which only one gate has a bias.
         _with(
             _unrolled(
                 f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}".replace(
@@ -668,7 +668,7 @@ class FuseUnrolledLSTM(_Unrolled):
         )
         .replace(", bw)", ")")
         .replace(", br)", ")"),
-        # The second step uses the first cell state again.
+        # A cell whose second step uses the first cell state again.
         _unrolled(f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}", 4, states=_LSTM_STATES).replace(
             "k1 = Mul(f1s, c1)", "k1 = Mul(f1s, c0)"
         ),
@@ -677,9 +677,9 @@ class FuseUnrolledLSTM(_Unrolled):
         ),
     )
     near_misses = (
-        # An inner cell state is read.
+        # A cell of which an inner cell state is read.
         examples[0].replace("=> (float[2,3,2] y)", "=> (float[2,3,2] y, float[2,2] c1)"),
-        # The forget gate is one column, which broadcasts.
+        # A cell whose forget gate has one column, which broadcasts.
         _with(
             _unrolled(
                 f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}".replace(
@@ -690,7 +690,7 @@ class FuseUnrolledLSTM(_Unrolled):
             ),
             _CUTS_AT,
         ),
-        # Each gate has two products with the hidden state.
+        # A cell in which each gate has two products with the hidden state.
         _unrolled(
             "e{t} = Gemm<transB=1>(h{t}, r) y{t} = Add(a{t}, b{t}) z{t} = Add(y{t}, e{t}) " + _LSTM_CELL,
             4,
@@ -765,7 +765,7 @@ class FuseUnrolledGRU(_Unrolled):
             3,
             steps=2,
         ).replace("agraph (", "agraph (float[2,2] v, "),
-        # The reset gate scales the product with the input.
+        # A cell whose reset gate scales the product with the input.
         _unrolled(
             _GRU_CELL.replace("Mul(r{t}s, nb{t})", "Mul(r{t}s, na{t})").replace(
                 "Add(na{t}, p", "Add(nb{t}, p"

@@ -523,8 +523,8 @@ class PushSliceThroughBroadcast(_PushSlice):
 class PushSliceThroughNormalization(_PushSlice):
     """slice(normalization(x)) -> normalization(slice(x))  along a dimension that is not normalised.
 
-    LayerNormalization, RMSNormalization, LpNormalization, BatchNormalization and InstanceNormalization. A cut along
-    the channels cuts the statistics, too.
+    The normalisation may be a LayerNormalization, RMSNormalization, LpNormalization, BatchNormalization or
+    InstanceNormalization. A cut along the channels cuts the statistics, too.
     """
 
     operators, reads_from = _above(

@@ -38,7 +38,7 @@ class _Substitute(Rule, family="idioms"):
     shapes = "x[...]:float"
 
 
-# Along an axis that is not the last
+# Softmax and reductions along an axis that is not the last
 
 
 class ReplaceSoftmaxByExp(_Substitute):

@@ -351,7 +351,7 @@ class FoldTransposeIntoGemmB(Rule, family="transpose"):
         return op.Gemm(a, b, c, attrs=m.rest, transB=1 - m.t)
 
 
-# Through Concat, Split, reductions, Softmax
+# Through Concat, Split, reductions and Softmax
 
 
 class PushTransposesThroughConcat(_PushDown):

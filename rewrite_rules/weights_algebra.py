@@ -36,7 +36,7 @@ def _factor(reader: Reader, value: Value, partner: Value) -> bool:
 
 
 def _require_number(s: Val, x: Val) -> None:
-    """Refuse a scale with several elements, and one of higher rank than x."""
+    """Refuse a scale with several elements, and a scale of higher rank than x."""
     single = s.type.shape is not None and all(d == 1 for d in s.type.shape)
     require(single and keeps_shape(x.type.shape, s.type.shape), "the scale is not one number")
 
@@ -186,7 +186,7 @@ class ReplaceOneHotByGather(Rule, family="weights_algebra"):
         return op.Gather(table, op.Where(in_range, index, op.Cast(np.array(rows), to=int(i.dtype))))
 
 
-# Two linear layers in a row
+# Two linear layers, one after the other
 
 
 class FoldGemmIntoGemm(Rule, family="weights_algebra"):
@@ -217,7 +217,7 @@ class FoldGemmIntoGemm(Rule, family="weights_algebra"):
         return op.Gemm(x, op.MatMul(first, second), sum_of(op, offset, c))
 
 
-# Factors moved towards constants
+# Constant factors moved towards constant weights
 
 
 class MoveScaleIntoMatMul(Rule, family="weights_algebra"):

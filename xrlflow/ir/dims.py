@@ -772,7 +772,7 @@ class _Problem:
 
 @lru_cache(maxsize=65536)
 def formula(dim: int | str) -> Formula:
-    """The formula of a dimension."""
+    """The formula that a dimension stands for."""
     if isinstance(dim, int):
         return number(dim)
     if not dim.startswith(_MARK):
@@ -872,7 +872,7 @@ def value(dim: Dim, numbers: Mapping[str, int], calls: Evaluate | None = None) -
 
 
 def readable(dim: Dim) -> str:
-    """A dimension for people: "ceil(samples/160)", or "?" if it is unknown."""
+    """A dimension as text for people: "ceil(samples/160)", or "?" if it is unknown."""
     if dim is None:
         return "?"
     if not is_computed(dim):
@@ -885,7 +885,7 @@ _BRIEF = 32
 
 
 def brief(dim: Dim) -> str:
-    """A dimension for a message: as `readable`, or "f(height, width)" for a long formula."""
+    """A dimension as text for a message: as `readable`, or "f(height, width)" for a long formula."""
     text = readable(dim)
     if len(text) <= _BRIEF or dim is None:
         return text

@@ -26,7 +26,7 @@ SMALL = 1024
 
 
 class TensorHandle(Protocol):
-    """A constant's data, possibly still on disk."""
+    """Access to a constant's data, which may still be on disk."""
 
     def numpy(self) -> npt.NDArray[Any]: ...
 
@@ -216,7 +216,9 @@ class Graph:
         return total & FINGERPRINT_MASK
 
     def to_networkx(self) -> networkx.MultiDiGraph:
-        """The graph for analysis and drawing: nodes are node ids, inputs, constants; edges carry values."""
+        """The graph for analysis and drawing. Its nodes are node ids, inputs and constants; its edges are the values
+        between them.
+        """
         import networkx
 
         out = networkx.MultiDiGraph()

@@ -7,7 +7,7 @@ from xrlflow.ir.types import ABSENT, Value
 
 
 def text(graph: Graph) -> str:
-    """One line per node in topological order, after a line of inputs and before a line of outputs.
+    """The text has one line per node in topological order, after a line of inputs and before a line of outputs.
 
     Values are numbered in the order of their appearance.
 

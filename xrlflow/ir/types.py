@@ -183,7 +183,7 @@ class TypeConflict(ValueError):
 def merge_types(old: TensorType, new: TensorType) -> TensorType:
     """The more precise of two types of one value; `const` is that of `new`.
 
-    Raises TypeConflict if they differ in element type, rank, or a number in one place.
+    Raises TypeConflict if they differ in element type or rank, or have different numbers for the same dimension.
     """
     if old.dtype != new.dtype:
         if DType.UNDEFINED in (old.dtype, new.dtype):

@@ -268,7 +268,7 @@ def _typed_copy(parts: _ModelParts) -> onnx.ModelProto:
 
 
 def check_input(model: ImportedModel) -> str | None:
-    """The error of ONNX's checker for the model as it was read, or None."""
+    """The error that ONNX's checker reports for the model as it was read, or None."""
     proto = onnx.ModelProto.FromString(model.stripped)
     remaining = []
     for tensor in proto.graph.initializer:
@@ -499,7 +499,7 @@ class _Writer:
             if not name.endswith("]"):
                 proto.attribute.append(onnx.helper.make_attribute(name, body))
                 continue
-            name = name[: name.index("[")]  # one of several bodies in a list
+            name = name[: name.index("[")]  # a body of an attribute that is a list of bodies
             if not proto.attribute or proto.attribute[-1].name != name:
                 proto.attribute.add(name=name, type=onnx.AttributeProto.GRAPHS)
             proto.attribute[-1].graphs.append(body)

@@ -80,7 +80,7 @@ def _write(target: str, write: Write, created: list[str], durable: bool) -> str:
 
 
 def _stem(name: str) -> str:
-    """The beginning of a data file's name, from the model's file name: valid text, and short enough."""
+    """The beginning of a data file's name: the model's file name, made valid text and shortened if necessary."""
     try:
         return name if len(name.encode()) <= 200 else "model"
     except UnicodeEncodeError:  # file names are bytes, names in a model are text

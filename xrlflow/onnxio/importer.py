@@ -152,7 +152,7 @@ def _imported(
         importer.note(error)
     try:
         return importer, importer.main(*_typed(declared.forget(proto, loops=True)), overridable)
-    except Contradiction as error:  # a wrong element type: no runtime accepts it
+    except Contradiction as error:  # no runtime accepts a wrong element type
         raise ModelError(f"{store.name}: {error}: the file is damaged, export it again") from error
 
 
@@ -457,7 +457,7 @@ class _Importer:
         try:
             types = self._output_types(spec, scope)
         except InferenceError:  # the node fails if it runs (perhaps in a branch): no rule may match it
-            op = op if domain else f"{versions.QUALIFIED}{OPSET}::{op}"  # no rule has other domains
+            op = op if domain else f"{versions.QUALIFIED}{OPSET}::{op}"  # rules do not name other domains
             spec = replace(spec, op=op)
             types = [scope.types.get(name, UNKNOWN) for name in spec.outputs]
         for name, type in zip(spec.outputs, types):

@@ -31,7 +31,7 @@ _MALFORMED = (
     onnx.version_converter.ConvertError,
 )
 
-# No tensor has a dimension with more elements.
+# The most elements of a dimension: no tensor has a dimension with more.
 _LONGEST = 1 << 48
 # No tensor has more dimensions, so no list of sizes, axes or bounds is longer. (Lists of pads are twice as long.)
 _MOST_DIMENSIONS = 1 << 12

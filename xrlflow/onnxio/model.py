@@ -26,7 +26,7 @@ class NodeLabel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """How the file computes a small constant that it does not store: ConstantOfShape, Expand, Tile, ..."""
+    """How the file computes a small constant that it does not store: by ConstantOfShape, Expand, Tile, ..."""
 
     op: str
     attrs: Attrs
@@ -54,12 +54,12 @@ class ImportedModel:
     nodes_before: int  # the number of operators in the file, with functions inlined, and with those in bodies
     overridable: Mapping[str, Const]  # initialisers that are also graph inputs
     labels: Mapping[Value, NodeLabel]
-    recipes: Mapping[Value, Recipe]  # of constants that need fewer bytes in the file as a node
+    recipes: Mapping[Value, Recipe]  # of constants that take fewer bytes in the file as a node
     store: TensorStore
     stripped: bytes  # the file without large tensors: see wire.strip_model
     size: int  # bytes, including external data
     external: bool  # whether the file has external data
     declared: Mapping[
         Value, tuple[int, ...]
-    ]  # shapes, in numbers, that the file declares for computed values
+    ]  # shapes without symbols that the file declares for computed values
     notes: tuple[str, ...] = ()  # messages that say which of these shapes are wrong

@@ -21,7 +21,7 @@ from xrlflow.onnxio.shapes import without_claims
 from xrlflow.ops.infer import type_of_proto
 from xrlflow.ops.schema import OPSET
 
-# Attributes that are counts: kernels divide by them or iterate over them.
+# Attributes that are counts: kernels divide by them or use them as numbers of iterations.
 _COUNTS = frozenset(
     [
         "blocksize",

@@ -1,4 +1,4 @@
-"""Names and sizes of a model's dynamic dimensions."""
+"""Gives names to a model's dynamic dimensions, and finds their sizes."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class _Message(Enum):
     TENSOR = 5
 
 
-# Which fields of which messages may hold tensors, by their numbers in onnx.proto.
+# Which fields of which messages may hold tensors, by the fields' numbers in onnx.proto.
 _CHILDREN: dict[_Message, dict[int, _Message]] = {
     _Message.MODEL: {7: _Message.GRAPH, 25: _Message.FUNCTION},
     _Message.GRAPH: {1: _Message.NODE, 5: _Message.TENSOR},
@@ -135,7 +135,7 @@ def _entry(key: str, value: str) -> bytes:
 
 
 def _number(data: memoryview, field: _Field) -> int | None:
-    """The value of a field as an int32; None if it has another wire type."""
+    """The value of a field as an int32; None if the field has another wire type."""
     tag, at = _varint(data, field.start, field.end)
     return None if tag & 7 else _varint(data, at, field.end)[0] & 0xFFFFFFFF
 

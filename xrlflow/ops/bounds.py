@@ -90,7 +90,7 @@ def _effort(
     return Effort((outputs_size + room) * _ELEMENT, seconds)
 
 
-# Operators that pass strings on.
+# Operators that pass strings from an input to an output.
 _PASSES_STRINGS = frozenset(
     [
         "Concat",

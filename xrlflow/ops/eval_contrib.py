@@ -155,7 +155,9 @@ def _multi_head(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tup
 
 
 def _rotary(field: Field, attrs: Attrs, x: Array, positions: Array, cosine: Array, sine: Array) -> Array:
-    """x is [b,s,h*d] or [b,h,s,d]; positions are [b,s], or one number to count from."""
+    """Rotary embedding: x is [b,s,h*d] or [b,h,s,d]; positions are [b,s], or one number, the position of the first
+    element.
+    """
     if integer(attrs, "is_packed_batching", 0) or number(attrs, "scale", 1.0) != 1.0:
         raise NotEvaluable("RotaryEmbedding of this form")
     if x.ndim == 4:
@@ -185,7 +187,9 @@ def _scaled_product(a: Quantised, b: Quantised, bias: Array | None) -> Array:
 def _matmul_integer_to_float(
     field: Field, attrs: Attrs, a: Array, b: Array, a_scale: Array, b_scale: Array, *more: Array | None
 ) -> Array:
-    """`more`: the zero points of a and b, and a bias. Each may be missing."""
+    """The product of two quantised matrices as floats. `more`: the zero points of a and b, and a bias; each may be
+    missing.
+    """
     padded: list[Array | None] = [*more, None, None, None]
     a_zero, b_zero, bias = padded[:3]
     return _scaled_product(Quantised(a, a_scale, a_zero), Quantised(b, b_scale, b_zero), bias)

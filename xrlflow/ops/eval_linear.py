@@ -120,7 +120,7 @@ def _einsum(field: Field, attrs: Attrs, *operands: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The positions of the windows of a convolution or pool, for each spatial axis, in elements."""
+    """The windows of a convolution or pool: their sizes and positions, for each spatial axis, in elements."""
 
     size: tuple[int, ...]  # the sizes of the input
     kernel: tuple[int, ...]

@@ -39,7 +39,7 @@ def _spread(scale: Array, x: Array, attrs: Attrs) -> Array:
 
 
 def _saturate(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Integers in a float array, clamped to the range of `dtype` and converted."""
+    """Integers in a float array, clamped to the range of `dtype` and converted to it."""
     for number, storage in NARROW_INTEGER.items():
         if storage == dtype:
             signed, bits = number in (DType.INT4, DType.INT2), 4 if number in (DType.INT4, DType.UINT4) else 2
@@ -172,7 +172,7 @@ def _widened(numbers: Array, scale: Array, zero: Array) -> Quantised:
 
 
 def _qlinear_matmul(attrs: Attrs, *inputs: Array) -> Unrounded:
-    """Inputs: matrices a and b, each with scale and zero point, then scale and zero point of the output."""
+    """The inputs are matrices a and b, each with scale and zero point, then scale and zero point of the output."""
     a, b = _widened(*inputs[:3]), _widened(*inputs[3:6])
     y_scale, y_zero = inputs[6:]
     total = integer_product(a.numbers, b.numbers, a.zero, b.zero)
@@ -182,7 +182,7 @@ def _qlinear_matmul(attrs: Attrs, *inputs: Array) -> Unrounded:
 
 
 def _qlinear_conv(attrs: Attrs, *inputs: Array) -> Unrounded:
-    """Inputs: x and w, each with scale and zero point, then those of the output, then an optional bias."""
+    """The inputs are x and w, each with scale and zero point, then those of the output, then an optional bias."""
     x, w = Quantised(*inputs[:3]), Quantised(*inputs[3:6])
     y_scale, y_zero = inputs[6:8]
     bias: Array | None = inputs[8] if len(inputs) > 8 else None

@@ -21,7 +21,7 @@ from xrlflow.ops.symbolic_values import of_array
 
 
 class InferenceError(ValueError):
-    """ONNX refuses the node: inputs or attributes do not fit the operator."""
+    """ONNX refuses the node: its inputs or attributes do not fit the operator."""
 
 
 class TooLarge(InferenceError):

@@ -55,7 +55,7 @@ def model_of(
 
 
 def numpy_type(dtype: DType) -> np.dtype[Any]:
-    """The NumPy type of an element type. Raises NotStandalone if NumPy has none."""
+    """The NumPy type for an element type. Raises NotStandalone if NumPy has none."""
     try:
         result = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(int(dtype)))
     except (KeyError, TypeError, ValueError) as error:

@@ -20,7 +20,7 @@ Shape = tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class _Node:
-    """The inputs and attributes of a node, for the functions below."""
+    """The inputs and attributes of a node, as the functions below read them."""
 
     op: str
     attrs: Attrs
@@ -406,7 +406,7 @@ def _squeeze(node: _Node) -> Sequence[Shape | None]:
 def _slice(node: _Node) -> Sequence[Shape | None]:
     shape = list(_need(node.shape()))
     starts, ends = node.elements(1), node.elements(2)
-    bounds = starts if starts is not None else ends  # one for each axis; without axes, for the first ones
+    bounds = starts if starts is not None else ends  # one per axis; without axes, for the first axes
     axes = node.numbers(3) if node.has_input(3) else None if bounds is None else list(range(len(bounds)))
     if axes is None:
         raise _Open
@@ -426,7 +426,7 @@ def _cut(size: Formula, start: Formula | None, end: Formula | None, step: Formul
         return None
     by = step.number or 1
     if by < 0 and end.number in (2**31 - 1, 2**63 - 1):
-        end = dims.number(-(2**63))  # ONNX Runtime takes the largest numbers so (eval_shape.ends_of_slice)
+        end = dims.number(-(2**63))  # the largest numbers, as ONNX Runtime reads them (ends_of_slice)
     elif by < 0 and not dims.not_less(dims.number(dims.LARGEST - 1), end):
         return None  # the end may be one of the largest numbers
     first = _position(size, start, 0, by < 0)
@@ -548,7 +548,7 @@ def _resize(node: _Node) -> Sequence[Shape | None]:
 
 
 def _scaled(dim: Dim, scale: object) -> Dim:
-    """A dimension times a number, in single precision, rounded down."""
+    """A dimension times a number, computed in single precision and rounded down."""
     if scale == 1.0 or dim is None or not isinstance(scale, float):
         return dim if scale == 1.0 else None
     return dims.dim(dims.call("scale.float", dims.formula(dim), scale))

@@ -109,7 +109,7 @@ def _values(
         if op in _ELEMENTWISE:
             kind = types[0].dtype if types[0] is not None else out.dtype
             return _elementwise(op, attrs, complete, kind, out.dtype)
-    except (ValueError, IndexError, ZeroDivisionError, NotEvaluable):  # inputs do not fit; a run will fail
+    except (ValueError, IndexError, ZeroDivisionError, NotEvaluable):  # the inputs do not fit
         return None
     except dims.FormulaTooLarge:
         return None

@@ -89,7 +89,9 @@ class ExportPlan:
 
 
 def plan(graph: Graph, unevaluated: AbstractSet[Value] = frozenset()) -> ExportPlan:
-    """Which nodes of a graph run, and which constants it stores. `unevaluated`: ids of nodes that are not evaluated."""
+    """Which nodes of a graph run in the written model, and which constants it stores. `unevaluated`: ids of nodes that
+    are not evaluated.
+    """
     producers = graph.producers
     sizes = _Sizes(graph)
     efforts = _Efforts(graph)

@@ -50,7 +50,7 @@ class OpKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """`count` independent products of an [m, k] and a [k, n] matrix.
+    """The size of a product: `count` independent products of an [m, k] and a [k, n] matrix.
 
     A convolution is one product per group: m output positions, n output channels, k = channels x kernel.
     """

@@ -53,12 +53,12 @@ _EXACT_OPERATORS = frozenset({"Add", "Sub", "Mul", "Neg", "MatMul", "ReduceSum",
 
 
 class ProofBuilder(GraphBuilder):
-    """Traces a target. Constants that folding would round are not folded; the proof evaluates them instead."""
+    """Traces a target. Constants that rounding would change are not folded; the proof evaluates them instead."""
 
     def constant(self, data: Any, dtype: DType | None = None) -> Val:
-        """Make a constant. A Python number as float16 or bfloat16 keeps its float32 digits.
+        """Make a constant. If a Python number becomes float16 or bfloat16, it keeps its float32 digits.
 
-        A proof ignores the rounding of these types, so the number is rounded only if that makes it 0 or infinite.
+        A proof ignores the rounding to these types, so the number is rounded only if that makes it 0 or infinite.
         """
         result = super().constant(data, dtype)
         if dtype not in (DType.FLOAT16, DType.BFLOAT16) or not isinstance(data, (int, float)):
@@ -94,7 +94,7 @@ class ProofBuilder(GraphBuilder):
 
 
 class Wrong(Exception):
-    """The two sides of a case differ; the message says where."""
+    """The two sides of a case differ. The message says where."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,7 +258,7 @@ def draw_feeds(
         elif wide and value not in positions and numpy_dtype(type.dtype).kind in "iu":
             feeds[value] = integers(rng, shape, numpy_dtype(type.dtype))
         else:
-            # Sometimes an index counts from the back, or is out of range.
+            # Indices are sometimes negative (counted from the back) or out of range.
             low, high = (-4, 8) if rng.random() < 0.25 else (0, 4)
             feeds[value] = rng.integers(low, high, shape).astype(numpy_dtype(type.dtype))
     return feeds
@@ -592,7 +592,7 @@ class RuntimeResult:
 
     @property
     def bits(self) -> float:
-        """The bits of accuracy that the right side loses (negative: gains); -inf without float outputs."""
+        """How many bits of accuracy the right side loses (negative: gains); -inf if there are no float outputs."""
         return max((math.log2(max(new, 1.0) / max(own, 1.0)) for own, new in self.errors), default=-math.inf)
 
     def joined(self, other: RuntimeResult) -> RuntimeResult:

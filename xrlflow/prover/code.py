@@ -102,7 +102,7 @@ def _add(function: FunctionType, home: str, functions: dict[str, FunctionType]) 
 
 
 def _is_of(value: Any, home: str) -> TypeGuard[type]:
-    """Whether a value is a class of package `home` other than a rule."""
+    """Whether a value is a class of package `home`, but no rule."""
     is_class = isinstance(value, type) and not issubclass(value, (Rule, RegionRule))
     return is_class and value.__module__.partition(".")[0] == home
 

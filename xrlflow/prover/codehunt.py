@@ -86,7 +86,7 @@ class CodeHuntResult:
 
     mutant: CodeMutant
     verdict: Verdict
-    cases: int  # the number of graphs in which its results differ and are right
+    cases: int  # the number of graphs for which its results differ from the rule's and are right
     rule: str  # the rule whose test rejected it, or the last rule that was tried
 
     @property
@@ -155,7 +155,7 @@ class _ReferenceRun:
     outcome: tuple[int, ...]  # fingerprints of the results
     plain: tuple[Any, ...]  # keys of the matches that a search finds
     useless: bool  # whether the rule refuses matches in the graph, and only by `profitable`
-    cost: Cost  # of all results together
+    cost: Cost  # the sum over all results
     lines: frozenset[Line]  # the lines of the rule's code that ran
 
     def reaches(self, lines: Iterable[Line]) -> bool:
@@ -198,7 +198,7 @@ class CodeHunt:
 
     def __init__(self, rule: AnyRule, seed: int = 0, graphs: Iterable[Graph] = ()) -> None:
         self.rule, self.seed = rule, seed
-        self.grows = False  # whether some results of the rule cost more than the original
+        self.grows = False  # whether some results of the rule cost more than the graph before
         self.home = type(rule).__module__.partition(".")[0]
         proof = _Gathered(rule, seed)
         proof.gather()
@@ -316,7 +316,7 @@ class CodeHunt:
             with put(function, compiled.code):
                 try:
                     library = self._library()
-                except Exception:  # its source is no longer a valid pattern
+                except Exception:  # the changed source is no longer a valid pattern
                     return "raises"
                 for each in chunk:
                     verdict = self._judge_on(library, each, differing)
@@ -337,7 +337,7 @@ class CodeHunt:
         self, lines: frozenset[Line], numbers: Iterable[int], reaching: Sequence[_ReferenceRun]
     ) -> Iterator[_ReferenceRun]:
         draw = Draw(digest(f"{self.rule.name} {sorted(line for _, line in lines)}") ^ self.seed)
-        self.proof.draw.rng = draw.rng  # makes the draws independent of earlier ones
+        self.proof.draw.rng = draw.rng  # makes the draws independent of earlier draws
         step = max(1, len(reaching) // _SEEDS)
         seeds = [k.problem for k in reaching[::step] if k.problem.sketch.varied][:_SEEDS]
         limits = chain.from_iterable(
@@ -365,7 +365,7 @@ class CodeHunt:
                 plain = _plain(library, problem)
         except TooLong:
             return "loops"
-        except Exception:  # whatever the mutant raises
+        except Exception:  # a mutant may raise anything
             return "raises" if reference.outcome or usable(problem, self.rng) else None
         outcome = _outcome(cases)
         if outcome == reference.outcome and plain == reference.plain:

@@ -149,7 +149,7 @@ class Degrees(Field):
             return np.cumsum(a, axis=axis, dtype=a.dtype)
         return np.broadcast_to(self._sum_along(self._counts(a), (axis,), True), a.shape).copy()
 
-    # Keyed functions: each result is a new variable
+    # Keyed functions: each result counts as a new variable.
 
     def _applied(self, *operands: Any) -> Array:
         counts = [self._counts(o) for o in operands]

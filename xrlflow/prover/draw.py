@@ -1,4 +1,4 @@
-"""Random sizes, permutations, attributes and index inputs of operators, for sketches."""
+"""Draws random sizes, permutations, attributes and index inputs of operators, for sketches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SIZES = weights({1: 0.22, 2: 0.26, 3: 0.22, 4: 0.16, 5: 0.05, 6: 0.06, 0: 0.03}
 
 
 class Draw:
-    """Random choices; `seed` makes them repeatable."""
+    """Random choices. The same `seed` gives the same choices."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -188,7 +188,7 @@ ATTRIBUTES: dict[str, dict[str, DrawAttr]] = {
 
 
 def attribute(draw: Draw, op: str, name: str, shapes: Shapes) -> Attr | None:
-    """A value for one attribute of an operator; None leaves it out."""
+    """Draw a value for one attribute of an operator. None: the attribute is left out."""
     special = ATTRIBUTES.get(op, {}).get(name)
     if special is not None:
         return special(draw, shapes)
@@ -205,7 +205,7 @@ def attribute(draw: Draw, op: str, name: str, shapes: Shapes) -> Attr | None:
 
 
 def attributes(draw: Draw, op: str, shapes: Shapes) -> dict[str, Attr]:
-    """Values for the attributes of an operator; some are left out."""
+    """Draw values for the attributes of an operator. Some attributes are left out."""
     defined = schema(op)
     names = [*ATTRIBUTES.get(op, {})] or ([] if defined is None else [*defined.attributes])
     out: dict[str, Attr] = {}

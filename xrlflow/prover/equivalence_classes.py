@@ -149,7 +149,7 @@ _AXIS: Family = (
 
 
 def _perm(value: Any, shapes: Shapes) -> tuple[int, ...]:
-    """A permutation; empty if the rank is not known."""
+    """The permutation of a Transpose; empty if the rank is not known."""
     if value is None:
         return () if not shapes or shapes[0] is None else tuple(range(len(shapes[0])))[::-1]
     return tuple(value)

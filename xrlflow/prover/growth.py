@@ -23,7 +23,7 @@ _UNARY = ("Relu", "Neg", "Tanh", "Identity", "Exp", "Softmax")
 
 @dataclass(slots=True)
 class _Growing:
-    """A sketch to which nodes are added."""
+    """A sketch to which nodes are being added."""
 
     inputs: list[TensorType]
     consts: list[SketchConst]

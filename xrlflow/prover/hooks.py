@@ -16,7 +16,7 @@ from typing import Any
 from xrlflow.rewrite import Captures, Refused, Val, require
 from xrlflow.rewrite.rule import Site
 
-# What conditions compare with numbers.
+# The properties of `Val` whose values conditions compare with numbers.
 _READ = ("shape", "rank", "uniform", "ints", "scalar")
 
 

@@ -55,7 +55,7 @@ class Survivor:
     """A mutant that passed."""
 
     mutant: str  # the description of the mutant
-    cases: int  # the number of cases in which it changes the graph but not what the graph computes
+    cases: int  # the number of cases in which it changes the graph, but not what the graph computes
     why: str  # why the mutant is right (empty: not explained)
     kind: str = ""
 

@@ -272,7 +272,7 @@ class _Sample:
         return (*self._variant(), *sizes) if spec.open else tuple(sizes)
 
     def _variant(self) -> tuple[int, ...]:
-        """A shape that broadcasts to the base."""
+        """A random shape that broadcasts to the base shape."""
         draw = self.draw
         if draw.chance(0.5):
             return self.base

@@ -15,7 +15,7 @@ import numpy as np
 from xrlflow.ops.field import Array, Field, NotEvaluable, Number
 from xrlflow.prover.machine import MACHINE
 
-# The greatest primes below 2^22: products of two elements, and sums of 512 of them, are exact in float64.
+# The greatest primes below 2^22. Products of two elements, and sums of 512 such products, are exact in float64.
 PRIMES = (4194301, 4194287)
 _EXACT = 1 << 53
 _MASK = (1 << 64) - 1
@@ -39,7 +39,7 @@ def _powers_of_two(prime: int) -> Array:
 
 
 class ZeroDenominator(ArithmeticError):
-    """A denominator is zero. The inputs must be drawn again."""
+    """A denominator is zero, so the inputs must be drawn again."""
 
 
 class PrimeField(Field):

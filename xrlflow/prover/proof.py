@@ -108,18 +108,18 @@ class Certificate:
     proof: str
     sketches: int  # graphs (sketches) that were tried
     admitted: int  # cases among them
-    refused: dict[str, int]  # near misses by reason
+    refused: dict[str, int]  # number of near misses by reason
     unreached: tuple[str, ...]  # conditions of the rule that refused no graph
-    trials: int  # evaluations over a prime field
+    trials: int  # number of evaluations over a prime field
     field_cases: int
-    bound: float  # the greatest probability, over the cases, that a false rule passes (1 for numeric rules)
+    bound: float  # the greatest probability, over the cases, that a wrong rule passes (1 for numeric rules)
     float_draws: int
     runtime_cases: int
     bits: float | None  # the most bits of float32 that a case lost; None: not run
     lost: float  # the greatest ratio of the right side's rounding error to the left side's
     mutants: int
     mutants_rejected: int
-    mutants_by_kind: dict[str, tuple[int, int]]  # mutants rejected, all mutants
+    mutants_by_kind: dict[str, tuple[int, int]]  # by kind: number of mutants rejected, number of all mutants
     survivors: tuple[Survivor, ...]  # mutants that passed, and why they are right
     redundant: tuple[str, ...]  # conditions that can be dropped because another one refuses
     # For each attribute, index, dimension, rank and type the verdict on each kind: admitted; refused (by a condition);
@@ -144,7 +144,7 @@ class Certificate:
 
 @dataclass(slots=True)
 class Proof:
-    """The state of a running proof."""
+    """A proof while it runs."""
 
     rule: AnyRule
     seed: int
@@ -340,7 +340,7 @@ class Proof:
                     sample.append(problem)
                 elif self.draw.chance(_MOST_STORED / self.refused[str(refused)]):  # keep a random sample
                     at = self.draw.integer(0, _MOST_STORED - 1)
-                    if sample[at] not in self.source.fixed:  # keep the near misses that the rule names
+                    if sample[at] not in self.source.fixed:  # near misses that the rule declares stay
                         sample[at] = problem
         if not cases:
             self.coverage.count(kinds, "refused" if refusals else "beside")
@@ -444,7 +444,7 @@ class Proof:
             )
 
     def further_cases(self) -> list[Case]:
-        """More cases, for mutants of the target that survive the first ones."""
+        """More cases, for mutants of the target that pass the first ones."""
         cases = list(self.ranged)
         for problem in self.directed(_FURTHER):
             cases += self.matches(problem)[0][:1]
@@ -523,7 +523,7 @@ def prove(rule: AnyRule, seed: int = 0) -> Certificate:
 
 
 def prove_all(rules: Iterable[AnyRule], seed: int = 0) -> Iterator[Certificate]:
-    """The certificates of rules, in order."""
+    """The certificates of rules, in the order of the rules."""
     for rule in rules:
         yield prove(rule, seed)
 
@@ -563,7 +563,7 @@ def library_of(rule: AnyRule) -> Library:
     return Library([rule], backend=rule.backend, assuming=assuming, contrib=True)
 
 
-# A sketch and the problem that it builds.
+# A sketch and the problem (graph with types) that it builds.
 Base = tuple[Sketch, Problem]
 
 
@@ -670,7 +670,7 @@ class Source:
 
 
 def key_of(problem: Problem) -> object:
-    """A key: equal problems have equal keys."""
+    """A key of a problem: equal problems have equal keys."""
     graph = problem.graph
     return (graph.fingerprint, *(graph.type(v) for v in graph.inputs), *problem.opaque.values())
 

@@ -42,7 +42,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class ValueRef:
-    """Where a value comes from: an input, a constant, or an output of a node, by index."""
+    """Where a value of a sketch comes from: an input, a constant, or an output of a node, by index."""
 
     kind: str  # "input", "const", "node"
     index: int
@@ -51,7 +51,7 @@ class ValueRef:
 
 @dataclass(frozen=True, slots=True)
 class SketchConst:
-    """A constant. Rules cannot read the numbers of an `opaque` one, which the proof draws."""
+    """A constant of a sketch. If it is `opaque`, rules cannot read its numbers, and the proof draws them."""
 
     array: Array
     dtype: DType

@@ -153,7 +153,7 @@ def integers_in_code(rule: AnyRule, types: bool = True) -> set[int]:
 
 @dataclass(slots=True)
 class _Collector:
-    """Collects the integers in values, and in the functions of package `home` that these refer to."""
+    """Collects the integers in values, and in the functions of package `home` to which these values refer."""
 
     home: str
     types: bool

@@ -217,7 +217,7 @@ def all_sizes(sketch: Sketch) -> list[int]:
 
 
 def square(sketch: Sketch, draw: Draw) -> Sketch:
-    """Make all sizes above 1 equal, so that axes and operands can be exchanged."""
+    """Make all sizes above 1 equal, so that axes and operands can be exchanged and the graph stays valid."""
     size = draw.integer(2, 4)
     for old in all_sizes(sketch):
         sketch = resize_to(sketch, old, size, draw)
@@ -255,7 +255,7 @@ def resize_to(sketch: Sketch, old: int, new: int, draw: Draw) -> Sketch:
 
 
 def _change_size(sketch: Sketch, draw: Draw) -> Sketch:
-    """Change one dimension of one input."""
+    """Change the size of one dimension of one input."""
     ranked = [i for i, t in enumerate(sketch.inputs) if t.shape]
     if not ranked:
         return sketch
@@ -266,7 +266,7 @@ def _change_size(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _change_rank(sketch: Sketch, draw: Draw) -> Sketch:
-    """Add or remove one dimension of one input, or of all."""
+    """Add or remove one dimension, in one input or in all inputs."""
     selected = (
         range(len(sketch.inputs)) if draw.chance(0.4) else [draw.integer(0, max(len(sketch.inputs) - 1, 0))]
     )

@@ -37,7 +37,7 @@ _attrs_memo: dict[tuple[Any, ...], Attrs] = {}
 
 
 class Draft:
-    """A node whose outputs are not named yet."""
+    """A node whose outputs do not have their final names yet."""
 
     __slots__ = ("attrs", "captured", "inputs", "names", "on_runtime", "op", "temporary", "types")
 
@@ -325,7 +325,7 @@ def _with_declared(
     data: Sequence[Const | None],
     declared: Sequence[TensorType],
 ) -> tuple[TensorType, ...]:
-    """The types of a node's outputs: declared and inferred types merged. The inferred type wins a conflict."""
+    """The types of a node's outputs: declared and inferred types merged. If they conflict, the inferred type counts."""
     if schema(op) is None or any(isinstance(a, Body) for a in attrs.values()):
         return tuple(declared)
     try:

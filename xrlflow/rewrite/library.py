@@ -128,7 +128,7 @@ class Regions:
                 self.below.setdefault((op, other), []).append(rule)
 
     def __iter__(self) -> Iterator[str]:
-        """The operators of anchors."""
+        """The operators that the anchors of rules have."""
         return iter(self.by_op)
 
     def demanded(self, node: Node, around: MatchSignature) -> list[RegionRule]:

@@ -69,7 +69,7 @@ class PNode:
 
     @property
     def matched_as(self) -> object:
-        """A key: operators with equal keys are matched in the same way."""
+        """A key of the node's operators: operators with equal keys are matched in the same way."""
         definition = schema(self.op)
         single = definition is not None and definition.max_output == 1
         return self.op in COMMUTATIVE, single, *(repr(default_of(self.op, name)) for name in self.attrs)
@@ -256,7 +256,9 @@ def _together(patterns: list[Pattern]) -> list[Pattern]:
 
 
 def _next(choices: list[int], counts: Sequence[int]) -> list[int] | None:
-    """The next combination of choices; the last choice changes fastest. None after the last combination."""
+    """The combination of choices after this one, with the last choice changing fastest; None after the last
+    combination.
+    """
     for index in reversed(range(len(choices))):
         if choices[index] + 1 < counts[index]:
             return [*choices[:index], choices[index] + 1]

@@ -81,7 +81,7 @@ class Lit:
 
 
 class Val:
-    """A value as `where` and `target` see it: its type, and its numbers if it is a small constant."""
+    """A value of the graph as `where` and `target` see it: its type, and its numbers if it is a small constant."""
 
     __slots__ = ("graph", "type", "value")
 
@@ -340,7 +340,7 @@ class _Declared:
 
     @cached_property
     def equation(self) -> str:
-        """The first paragraph of the docstring."""
+        """The rule as an equation: the first paragraph of its docstring."""
         doc = inspect.cleandoc(type(self).__dict__.get("__doc__") or "")  # not an inherited docstring
         return " ".join(doc.partition("\n\n")[0].split())
 
@@ -557,7 +557,9 @@ AnyRule = Rule | RegionRule
 
 
 def declared_in(module: ModuleType) -> tuple[AnyRule, ...]:
-    """The rules that a module declares, in its order: an instance of each class whose name does not begin with `_`."""
+    """The rules that a module declares, in the module's order: an instance of each class whose name does not begin with
+    `_`.
+    """
     kinds = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, (Rule, RegionRule))]
     return tuple(c() for c in kinds if c.__module__ == module.__name__ and not c.__name__.startswith("_"))
 

@@ -113,9 +113,9 @@ class RewriteState:
     def start(
         graph: Graph, library: Library, delta: Delta | None = None, until: float = math.inf
     ) -> RewriteState:
-        """The state of a graph, matched from scratch. `delta` is evaluated for each candidate.
+        """The state of a graph, matched from scratch. `delta` is computed for each candidate.
 
-        `until`: the time (time.monotonic) at which matching stops; later matches are missing.
+        `until`: the time (time.monotonic) at which matching stops. Matches that were not found by then are missing.
         """
         with _no_collection():
             filled = (
@@ -192,7 +192,7 @@ class RewriteState:
         return edit, match.delta if self.delta is None else float(self.delta(self.graph, edit))
 
     def apply(self, match: Match, edit: Edit | None = None) -> RewriteState:
-        """The successor, with its candidates. Pass `edit` if it was already built.
+        """The successor of this state after a candidate, with its candidates. Pass `edit` if it was already built.
 
         Raises RuleError if the rule's target does not fit.
         """
@@ -365,7 +365,9 @@ def _captured(pattern: Pattern, attributes: Sequence[Any]) -> Captures:
 
 
 def build_edit(graph: Graph, match: Match, builder: GraphBuilder | None = None) -> Edit:
-    """Trace the target of a match. Raises RuleError if it does not fit, Refused if the target itself refuses."""
+    """The edit of a match, found by tracing the target. Raises RuleError if the target does not fit, and Refused if the
+    target itself refuses.
+    """
     builder = builder or GraphBuilder(graph)
     rule = match.rule
     if isinstance(rule, RegionRule):
@@ -389,7 +391,7 @@ _NOT_ASKED: Final = object()
 
 
 class _Types(dict[Value, TensorType | None]):
-    """Types by value, each looked up once. An absent input has the type None."""
+    """The types of values. Each type is looked up once. An absent input has the type None."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__({ABSENT: None})
@@ -428,7 +430,7 @@ class _Finder:
         # Counts for the plan that is running: its matches, and the matches refused by the types of their variables
         # alone.
         self.considered = self.refused_by_types = 0
-        self._before = 0  # matches before the running plan
+        self._before = 0  # the number of matches before the plan that is running
 
     def around(self, node: Node) -> MatchSignature:
         signature = self._around.get(node.outputs[0])
