@@ -620,7 +620,8 @@ def test_a_run_with_a_world_model_goes_on_from_its_best_agent(
         return [replace(outcome, best=outcome.best / 2 ** len(played)) for outcome in play(*args, **options)]
 
     monkeypatch.setattr(workers, "play", better)
-    run = {"steps": 5, "horizon": 6, "world_model": True, "seed": 1}
+    # The random agent of this seed does not stop at once: there are substitutions to learn from.
+    run = {"steps": 5, "horizon": 6, "world_model": True, "seed": 3}
     xrlflow.train([proto], output, iterations=1, **run)
     first, rule = load_world(output)[0].arrays(), load_world(output)[1].rule.weight
     monkeypatch.setattr(workers, "play", play)
