@@ -704,7 +704,8 @@ def _views(shape: Sequence[int | str], m: AccessMap) -> Iterator[list[_Axis]]:
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """The map before a final Pad: it has one source, and addresses relative to the beginning of this source.
+    """How elements are moved before a final Pad: all come from one input (`source`), at addresses that count from the
+    beginning of that input.
 
     `pad`: the Pad that must follow.
     """

@@ -2,7 +2,7 @@
 
 Such equations hold everywhere, but mostly gain nothing by themselves. Where a rule gains nothing by itself, it applies
 only if another rule may gain afterwards: if an operand or a factor then occurs twice, if a constant is then folded, or
-if a part of an operator's result is smaller than the whole.
+if only the part of a result that is read is computed then.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 
 def _products(reader: Reader, concat: Node) -> list[Node] | None:
-    """The products that a Concat joins, if all have one operator and no other readers; else None."""
+    """The products that a Concat joins, if all are of one operator type and only the Concat reads them; else None."""
     products = {v: n for v in concat.inputs if (n := made_by(reader, v, *_PRODUCTS)) is not None}
     if len(products) != len(concat.inputs) or len(products) < 2 or len({n.op for n in products.values()}) > 1:
         return None
@@ -245,7 +245,7 @@ def _require_alike(reader: Reader, values: Sequence[Value], axis: int) -> None:
 
 
 def _is_rows(reader: Reader, node: Node, rank: int, axis: int) -> bool:
-    """Whether the positions along an axis of a product's result are rows of its left factor."""
+    """Whether this axis of a product's result counts the rows of the product's left factor."""
     if reader.type(node.inputs[0]).rank != rank:
         return False
     if node.op == "MatMul":

@@ -136,8 +136,8 @@ def optimize_all(
     """Optimise all models of a folder, pattern or list (see `sources.find_models`) into the folder `output`.
 
     Models that an earlier call has optimised into this folder, with the same content and options, are skipped. Ctrl-C
-    ends the batch; the results of finished jobs stay. Raises OptionError and ModelError; an error of one model is in
-    its row.
+    ends the batch; the results of finished jobs stay. Raises OptionError and ModelError; an error of one model is
+    recorded in the row of this model in the result.
     """
     begin, folder = time.monotonic(), Path(output)
     sources = find_models(models, folder)

@@ -34,8 +34,8 @@ def fine_tuned(
 ) -> NetworkParameters:
     """The network after it was fitted to comparisons of this machine; unchanged if they are fewer than MIN_COMPARISONS.
 
-    Comparisons whose radius is smaller than the network's are left out, and so are the last comparisons if there is no
-    time for them before `deadline` (time.monotonic).
+    Comparisons are left out if they describe a smaller neighbourhood of each node (`radius`) than the network
+    reads. The last comparisons are left out if there is no time for them before `deadline` (time.monotonic).
     """
     comparisons = [c for c in comparisons if c.radius >= parameters.config.radius]
     if sum(c.graphs - 1 for c in comparisons) < MIN_COMPARISONS:

@@ -28,8 +28,8 @@ EPSILON = f32(1e-5)
 
 
 def _reduction(reduce: Callable[[Field, Array, Axes, bool], Array], prepared: bool = False) -> Evaluate:
-    """Evaluation of a reduction whose axes are an input. `prepared`: a function that is applied to the input even if
-    there are no axes to reduce.
+    """Evaluation of a reduction whose axes are an input. `prepared`: whether `reduce` is called even if there are no
+    axes to reduce, because it changes each element (a sum of squares, for example).
     """
 
     def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:

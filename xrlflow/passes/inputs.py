@@ -391,7 +391,7 @@ class _Uses:
         return tuple(n for n, other in enumerate(reversed(scales)) if other)
 
     def _is_scalar(self, number: int) -> bool:
-        """Whether all elements are certainly the same number."""
+        """Whether all elements of the result of instruction `number` are certainly equal."""
         instruction = self._by_id[number]
         while instruction.opcode in ("broadcast", "reshape", "convert"):
             if not instruction.shape.dimensions:

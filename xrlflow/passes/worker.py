@@ -244,7 +244,7 @@ class Xla:
         return self.landed(self.landed(data).data)
 
     def attributes(self, source: str | bytes) -> str:
-        """The attributes of a StableHLO module, without its functions."""
+        """The text of a StableHLO module with its attributes only: its functions are left out."""
         if isinstance(source, str):
             return source.partition("func.func")[0]
         from jaxlib.mlir import ir

@@ -133,7 +133,7 @@ class Coverage:
         return [k for k, t in self.tallies.items() if t.verdict == verdict]
 
     def summary(self) -> dict[str, dict[str, str]]:
-        """The verdicts: subject -> kind -> verdict."""
+        """The verdict for each subject (a rule, for example) and the name of each kind of mutant."""
         out: dict[str, dict[str, str]] = {}
         for kind, tally in self.tallies.items():
             out.setdefault(kind.subject, {})[kind.name] = tally.verdict

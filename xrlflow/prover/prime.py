@@ -31,8 +31,8 @@ _LEAST_EXPONENT, _MOST_EXPONENT = -1073, 1024
 
 @lru_cache(maxsize=8)
 def _powers_of_two(prime: int) -> Array:
-    """For each exponent of `frexp`, from the least: the power of two, in the field, that a 53-bit mantissa is
-    multiplied by.
+    """2**(e - 53) modulo `prime` for each exponent e that `frexp` may return, the least first. A float is its integer
+    mantissa of 53 bits times this power.
     """
     exponents = range(_LEAST_EXPONENT, _MOST_EXPONENT + 1)
     return np.array([pow(2, exponent - 53, prime) for exponent in exponents], np.int64)

@@ -106,7 +106,7 @@ class Pattern:
 
     @cached_property
     def unconditional(self) -> bool:
-        """Whether every match is admitted whose variables have types that the rule declares."""
+        """Whether the rule has no condition beyond the types that it declares for its variables."""
         return not self.rule.has_where and self.rule.dtypes is None
 
     @cached_property

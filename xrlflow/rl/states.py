@@ -107,7 +107,7 @@ class States:
         return node
 
     def leads_back(self, node: SearchNode, back: float | None, match: Match) -> bool:
-        """Whether a candidate leads to a state of an earlier descent, or to the cost `back`."""
+        """Whether a candidate leads to a state in which an earlier descent ended, or to a graph of cost `back`."""
         if (node.state.fingerprint + match.shift) & FINGERPRINT_MASK in self.ends:
             return True
         return back is not None and abs(node.cost + match.delta - back) <= ROUNDING * self.root.cost

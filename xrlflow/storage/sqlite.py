@@ -134,7 +134,7 @@ class PendingRows:
         return self._memory.execute(statement, values).fetchall() if self._memory is not None else []
 
     def keep(self, statement: str, values: Row) -> None:
-        """Store a row that `rows` already has, so that it can be read."""
+        """Also put a row of `rows` into a table in memory, from which `read` answers."""
         if self._memory is None:
             self._memory = connect(":memory:", self._layout)
         self._memory.execute(statement, values)

@@ -158,7 +158,7 @@ class _Drawer:
         return tuple(_box_intervals(fold(kinds), spans, 0, len(spans))), outputs
 
     def _bodies(self, node: Node, scope: str, box_of: Mapping[Value, int]) -> tuple[Interval, ...]:
-        """Add the boxes of a node's bodies. Returns an interval for each body."""
+        """Add the boxes of a node's bodies. Returns, for each body, the range of the numbers of its boxes."""
         intervals: list[Interval] = []
         outer = iter(node.inputs[len(node.explicit_inputs) :])
         outputs: list[int] = []

@@ -1,5 +1,5 @@
-"""Keeps indices that are computed or given at run time inside their tables, and reports indices outside as errors of
-the caller.
+"""Keeps indices that are known only at run time inside the tensors that they index, and reports indices outside as
+errors of the caller.
 
 TVM's kernels read and write wherever an index points. So each index first goes through `inside`, which counts negative
 indices from the end and moves indices outside to the nearest end: a kernel stays in its memory for all data, even if

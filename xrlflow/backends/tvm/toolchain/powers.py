@@ -118,7 +118,7 @@ def _product(x: Any, exponent: int) -> Any:
 
 
 def multiplied(x: Any, exponent: int) -> Any:
-    """x to a positive integer power, as a product of repeated factors, which LLVM computes once."""
+    """x to a positive integer power, as a product in which factors recur. LLVM computes each different factor once."""
     if exponent == 1:
         return x
     half = multiplied(x, exponent // 2)
