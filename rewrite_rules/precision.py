@@ -58,9 +58,18 @@ def _widened(reader: Reader, node: Node) -> bool:
     """Whether a node computes float16 from float16 (not from constants alone) as one of these operators."""
     if node.op not in _WIDENED or any(t.dtype != DType.FLOAT16 for t in node.types):
         return False
+    if any(_in_body(reader, v) for v in node.outputs):
+        return False
     halves = [v for v in node.inputs if v != ABSENT and reader.type(v).dtype == DType.FLOAT16]
     # A table of which rows are taken would take twice the memory.
     return any(not reader.is_const(v) for v in (halves[:1] if node.op in _MOVES else halves))
+
+
+def _in_body(reader: Reader, value: Value) -> bool:
+    """Whether a body of control flow reads the value. If later rules leave only the two Casts in front of a body, ONNX
+    Runtime drops them, and the body reads nothing.
+    """
+    return any(n.captured and value in n.inputs[len(n.explicit_inputs) :] for n in reader.users(value))
 
 
 def _before_rounding(reader: Reader, value: Value) -> tuple[Value, Node | None]:

@@ -62,8 +62,8 @@ def measuring(monkeypatch: pytest.MonkeyPatch, ratio: Callable[[SearchNode], flo
             compared.append(found)
             middle = ratio(found)
             output = Ratio(middle, 0.995 * middle, 1.005 * middle)
-            self.kept += history.keep(
-                self.known, self.context, self.start.model, against.state.graph, found.state.graph, output
+            self.stored += history.keep(
+                self.history, self.context, self.start.model, against.state.graph, found.state.graph, output
             )
             return output
 

@@ -119,3 +119,14 @@ def test_a_cast_that_says_saturate_for_nothing() -> None:
     source = "agraph (int64[N,4] n) => (float16[N,4] y) { x = Cast<to=10, saturate=0>(n) y = Mul(x, x) }"
     graph = applies(ONE, model(source), ops=["Cast", "Cast", "Cast", "Mul"])
     assert not any("saturate" in n.attrs for n in graph.nodes())
+
+
+def test_what_a_body_reads_stays_float16() -> None:
+    """ONNX Runtime drops a Cast and its inverse, also where a body of an If is all that reads the result."""
+    source = (
+        "agraph (float16[N,3] x, bool c) => (float16[M,3] y) { v = Relu(x) y = If (c) <"
+        "then_branch = t () => (float16[N,3] q) { q = Identity(v) },"
+        "else_branch = e () => (float16[N,3] p) { p = Neg(v) }> }"
+    )
+    refuses(ONE, model(source))
+    refuses(REGION, model(source))
