@@ -3,37 +3,30 @@
 There ONNX Runtime has hardly any kernel for float16. It puts Casts around each operator, which keep it from fusing the
 operator with others, and it computes Softmax and Gelu by their definitions. The Casts of these rules are at the border
 of a region alone. Constants stay float16 in the file, and the runtime casts them once, when it loads the model.
+
+A value keeps its rounding to float16, for all who read it, unless all of them are in the region and change little where
+it changes little (`ops.continuity`). Where the value stays in the region, two Casts round it: ONNX Runtime leaves out a
+pair of Casts only where it has put in one of them itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import Any
 
 from rewrite_rules.examples import graphs
-from xrlflow.ir import ABSENT, Attrs, DType, Node, TensorType, Value
+from xrlflow.ir import ABSENT, FLOATS, Attrs, DType, Node, TensorType, Value
+from xrlflow.ops.continuity import CONTINUOUS, JUMPING, MOVING, keeps_rounding
+from xrlflow.ops.schema import canonical_attrs
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val
 
-# Operators whose float results have the type of their float operands. None of them jumps: where an operand is off by a
-# rounding, so is the result. (Floor, ArgMax, TopK or Equal would see whether an operand was rounded to float16.)
-_SMOOTH = """
-Abs Acos Acosh Add Asin Asinh Atan Atanh AveragePool BatchNormalization Celu Clip Conv ConvTranspose Cos Cosh CumSum Div
-Einsum Elu Erf Exp Gelu Gemm GlobalAveragePool GlobalMaxPool GroupNormalization HardSigmoid HardSwish
-InstanceNormalization LRN LayerNormalization LeakyRelu Log LogSoftmax LpNormalization MatMul Max MaxPool Mean Min Mish
-Mul Neg PRelu Pow RMSNormalization Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
-ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Resize Selu Sigmoid Sin Sinh Softmax Softplus Softsign Sqrt Sub Sum
-Tan Tanh
-"""
-# Operators that move elements. ONNX Runtime moves them in float16.
-_MOVING = """
-Concat DepthToSpace Expand Flatten Gather GatherElements GatherND Identity Pad Reshape ReverseSequence Slice
-SpaceToDepth Split Squeeze Tile Transpose Trilu Unsqueeze Where
-"""
-_MOVES = frozenset(_MOVING.split())
-_OPERATORS = (*_SMOOTH.split(), *_MOVING.split())
-_WIDENED = frozenset(_OPERATORS)
+_OPERATORS = tuple(sorted(CONTINUOUS | JUMPING))
+_WIDENED = CONTINUOUS | JUMPING
+_SINGLE = int(DType.FLOAT)
+# Operators that read no number.
+_BLIND = frozenset({"Shape", "Size"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,97 +41,150 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The nodes to compute, producers first, and for each output its place and whether it is float16."""
+    """The nodes to compute, producers first, and the places of the outputs."""
 
     steps: tuple[_Step, ...]
-    results: tuple[tuple[int, bool], ...]
+    results: tuple[int, ...]
+
+
+def _is_half(type: TensorType) -> bool:
+    return type.dtype == DType.FLOAT16
 
 
 def _widened(reader: Reader, node: Node) -> bool:
-    """Whether a node computes float16 from float16 (not from constants alone) as one of these operators."""
-    if node.op not in _WIDENED or any(t.dtype != DType.FLOAT16 for t in node.types):
+    """Whether a node computes float16 (not from constants alone), and is one of these operators."""
+    if node.op not in _WIDENED:
         return False
-    if any(_in_body(reader, v) for v in node.outputs):
+    halves = [v for v in node.inputs if v != ABSENT and _is_half(reader.type(v))]
+    if all(reader.is_const(v) for v in halves):  # a table of which rows are taken would take twice the memory
         return False
-    halves = [v for v in node.inputs if v != ABSENT and reader.type(v).dtype == DType.FLOAT16]
-    # A table of which rows are taken would take twice the memory.
-    return any(not reader.is_const(v) for v in (halves[:1] if node.op in _MOVES else halves))
+    return all(_is_half(t) for t in node.types if t.dtype in FLOATS) and all(
+        _is_known(reader, user) for v in node.outputs for user in reader.users(v)
+    )
 
 
-def _in_body(reader: Reader, value: Value) -> bool:
-    """Whether a body of control flow reads the value. If later rules leave only the two Casts in front of a body, ONNX
-    Runtime drops them, and the body reads nothing.
+def _is_known(reader: Reader, user: Node) -> bool:
+    """Whether a reader sees the number that it is given. In front of an operator of float16 that it computes in
+    float32, ONNX Runtime leaves out a Cast to float16; and in front of a body of control flow a Cast and its inverse.
     """
-    return any(n.captured and value in n.inputs[len(n.explicit_inputs) :] for n in reader.users(value))
+    return user.op == "Cast" or user.op in _WIDENED or user.op in _BLIND
 
 
-def _before_rounding(reader: Reader, value: Value) -> tuple[Value, Node | None]:
-    """The float32 value that was rounded to this float16 value, and its Cast; or the value itself."""
-    cast = reader.producer(value)
-    if cast is None or cast.op != "Cast" or cast.const or reader.type(value).dtype != DType.FLOAT16:
-        return value, None
-    return (cast.inputs[0], cast) if reader.type(cast.inputs[0]).dtype == DType.FLOAT else (value, None)
+@dataclass(slots=True)
+class _Builder:
+    """The region of some nodes, as it is put together. `places`: of each value that is read in float32."""
+
+    reader: Reader
+    members: dict[Value, Node]
+    nodes: list[Node]
+    sources: dict[Value, int]
+    places: dict[Value, int]
+    steps: list[_Step]
+    count: int = 0
+
+    def keeps(self, value: Value) -> bool:
+        """Whether a value must be rounded to float16: someone outside reads it, or an operator that jumps does."""
+        return self.is_read_outside(value) or any(
+            v == value and keeps_rounding(self.reader, user, i)
+            for user in self.reader.users(value)
+            if user.id in self.members
+            for i, v in enumerate(user.inputs)
+        )
+
+    def is_read_outside(self, value: Value) -> bool:
+        return self.reader.is_output(value) or any(
+            user.id not in self.members and not self.is_last(user) for user in self.reader.users(value)
+        )
+
+    def is_last(self, user: Node) -> bool:
+        """Whether a node is a Cast to float32, of which nothing is computed."""
+        return (
+            user.op == "Cast"
+            and user.types[0].dtype == DType.FLOAT
+            and not self.reader.count_users(user.outputs[0])
+        )
+
+    def read(self, value: Value) -> None:
+        """Make a value from outside an input: what was rounded to it, if nobody needs the rounding."""
+        cast = self.reader.producer(value)
+        source = value
+        if (
+            cast is not None
+            and cast.op == "Cast"
+            and not cast.const
+            and _is_half(cast.types[0])
+            and self.reader.type(cast.inputs[0]).dtype == DType.FLOAT
+            and not self.keeps(value)
+        ):
+            source = cast.inputs[0]
+            self.nodes.append(cast)
+        self.places[value] = self.sources.setdefault(source, len(self.sources))
+
+    def step(self, op: str, attrs: Attrs, operands: Iterable[int | None], types: Iterable[TensorType]) -> int:
+        """Add a node; return the place of its first result."""
+        made = _Step(op, attrs, tuple(operands), tuple(types))
+        self.steps.append(made)
+        place, self.count = self.count, self.count + len(made.types)
+        return place
+
+    def cast(self, place: int, type: TensorType, to: DType) -> int:
+        attrs = canonical_attrs("Cast", {"to": int(to)}, [type])
+        return self.step("Cast", attrs, [place], [TensorType(to, type.shape, type.const)])
 
 
-def _region(reader: Reader, members: Sequence[Node]) -> Region:
-    """These nodes, producers first, with the Casts of what they read from float32 and of what is read in float32."""
+def _region(reader: Reader, members: list[Node]) -> Region:
+    """These nodes, producers first, with the Casts that round what they read, where that is left out."""
     made = {v for n in members for v in n.outputs}
-    nodes, places = list(members), dict[Value, int]()
-    sources = dict[Value, int]()
+    plan = _Builder(reader, {n.id: n for n in members}, list(members), {}, {}, [])
     for value in dict.fromkeys(v for n in members for v in n.inputs if v != ABSENT and v not in made):
-        source, cast = _before_rounding(reader, value)
-        places[value] = sources.setdefault(source, len(sources))
-        if cast is not None and cast not in nodes:
-            nodes.append(cast)
-    ids = {n.id for n in members}
-    steps, results, outputs = list[_Step](), list[tuple[int, bool]](), list[Value]()
-    count = len(sources)
+        plan.read(value)
+    plan.count = len(plan.sources)
+    outputs = dict[Value, int]()
     for node in members:
-        operands = tuple(None if v == ABSENT else places[v] for v in node.inputs)
-        types = tuple(TensorType(DType.FLOAT, t.shape, t.const) for t in node.types)
-        steps.append(_Step(node.op, node.attrs, operands, types))
-        for value in node.outputs:
-            places[value] = count
-            readers = [n for n in reader.users(value) if n.id not in ids]
-            casts = [n for n in readers if n.op == "Cast" and n.types[0].dtype == DType.FLOAT]
-            if len(casts) < len(readers) or reader.is_output(value):
-                outputs.append(value)
-                results.append((count, True))
-            outputs += [n.outputs[0] for n in casts]
-            results += [(count, False)] * len(casts)
-            nodes += casts
-            count += 1
-    return Region(tuple(outputs), tuple(sources), tuple(nodes), _Plan(tuple(steps), tuple(results)))
+        operands = [None if v == ABSENT else plan.places[v] for v in node.inputs]
+        wide = [TensorType(DType.FLOAT, t.shape, t.const) if _is_half(t) else t for t in node.types]
+        first = plan.step(node.op, node.attrs, operands, wide)
+        for place, (value, half, type) in enumerate(zip(node.outputs, node.types, wide), first):
+            result = place
+            if _is_half(half) and plan.keeps(value):
+                result = plan.cast(place, type, DType.FLOAT16)
+                place = plan.cast(result, half, DType.FLOAT)
+            plan.places[value] = place
+            if plan.is_read_outside(value):
+                outputs[value] = result
+            for cast in filter(plan.is_last, reader.users(value)):
+                outputs[cast.outputs[0]] = place
+                plan.nodes.append(cast)
+    return Region(
+        tuple(outputs),
+        tuple(plan.sources),
+        tuple(plan.nodes),
+        _Plan(tuple(plan.steps), tuple(outputs.values())),
+    )
 
 
 class _InFloat32(RegionRule, family="precision"):
     """A rule that computes nodes of float16 in float32."""
 
     backend = "onnxruntime"
-    # The proof does not see whether a later node jumps where its operand loses a rounding, or leaves its domain there
-    # (docs/decisions/proving/float16.md).
-    assumes = "approximate"
     rounds_once = True
     may_remove_nonfinite = True  # a number beyond 65,504 in between stays one
     anchors = _OPERATORS
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        values = [op.Cast(v, to=int(DType.FLOAT)) if v.dtype == DType.FLOAT16 else v for v in inputs]
+        values = [op.Cast(v, to=_SINGLE) if v.dtype == DType.FLOAT16 else v for v in inputs]
         for step in region.data.steps:
             operands = [None if i is None else values[i] for i in step.operands]
             made = op[step.op](*operands, attrs=step.attrs, declared=step.types)
             values += [made] if len(step.types) == 1 else made
-        return [
-            op.Cast(values[i], to=int(DType.FLOAT16)) if half else values[i]
-            for i, half in region.data.results
-        ]
+        return [values[i] for i in region.data.results]
 
 
 class ComputeInFloat32(_InFloat32):
-    """f(x) -> cast16(f(cast32(x)))  of float16, without the Casts that a float32 neighbour makes superfluous.
+    """f(x) -> cast16(f(cast32(x)))  of float16.
 
-    Where x is cast16(a), the right side reads a; where cast32(f(x)) is read, it is f itself. So a border moves over an
-    operator, and two regions meet.
+    Where x is cast16(a) of float32, and f alone reads x, the right side reads a: a border moves over an operator, and
+    two regions meet.
     """
 
     examples = graphs(
@@ -153,6 +199,7 @@ class ComputeInFloat32(_InFloat32):
         "(float[N,3] a, float16[N,2] b) => (float16[N,5] y) { x = Cast<to=10>(a) y = Concat<axis=1>(x, b) }",
         "(float16[N,4] x) => (float[N,2] z, float16[N,2] b) { a, b = Split<axis=1>(x, [2, 2]) z = Cast<to=1>(a) }",
         "(float[N,3] a, bool[N,3] c, float16[3] b) => (y) { x = Cast<to=10>(a) y = Where(c, x, b) }",
+        "(float[N,3] a) => (float16[N,3] y) { x = Cast<to=10>(a) y = Floor(x) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -172,17 +219,26 @@ class ComputeRegionInFloat32(_InFloat32):
         "(float[N,3] a, float16[3] b) => (float[N,3] z, float16[N,3] w) { x = Cast<to=10>(a) y = Add(x, b) "
         "w = Exp(x) v = Mul(y, w) z = Cast<to=1>(v) }",
         "(float16[1,2,5,5] x, float16[3,2,3,3] w) => (z) { y = Conv(x, w) z = Relu(y) }",
-        "(float16[N,4] x) => (z) { y = Softmax<axis=1>(x) z = Transpose<perm=[1,0]>(y) }",
+        "(float16[N,4] x) => (z) { y = Softmax<axis=1>(x) w = Transpose<perm=[1,0]>(y) z = Exp(w) }",
+        "(float16[N,4] x) => (z) { y = Mul(x, x) r = Sqrt(y) z = Neg(r) }",
+        "(float16[N,4] x) => (z, b) { y = Exp(x) f = Floor(y) z = Sub(y, f) c = Sigmoid(y) b = Less(c, y) }",
+        "(float[N,4] a) => (z) { x = Cast<to=10>(a) y = Exp(x) w = Neg(x) v = Add(y, w) z = Cast<to=1>(v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         if not _widened(reader, node) or not _begins(reader, node):
             return None
         members = _neighbours(reader, node)
-        firsts = [n for n in members if _begins(reader, n)]
-        if len(members) == 1 or min(n.id for n in firsts) != node.id:
+        ids = {n.id for n in members}
+        if len(members) < 2 or min(n.id for n in members if not _producers(reader, n, ids)) != node.id:
             return None
         return _region(reader, members)
+
+
+def _producers(reader: Reader, node: Node, ids: set[Value]) -> list[Value]:
+    """Which of these nodes compute what a node reads."""
+    producers = (reader.producer(v) for v in node.inputs if v != ABSENT)
+    return [p.id for p in producers if p is not None and p.id in ids]
 
 
 def _begins(reader: Reader, node: Node) -> bool:
@@ -191,19 +247,31 @@ def _begins(reader: Reader, node: Node) -> bool:
 
 
 def _neighbours(reader: Reader, first: Node) -> list[Node]:
-    """All nodes that a chain of float16 connects with the first one, producers first."""
+    """All nodes that a chain of float16 connects with the first one, producers first. Empty if the region begins with
+    another node, too, which has a smaller number: it is found from there.
+    """
     found: dict[Value, Node] = {first.id: first}
     pending = [first]
     while pending:
-        node = pending.pop()
-        around = [n for v in node.inputs if v != ABSENT and (n := reader.producer(v))]
-        around += [n for v in node.outputs for n in reader.users(v)]
-        for other in around:
+        for other in _around(reader, pending.pop()):
             if other.id not in found and _widened(reader, other):
+                if other.id < first.id and other.op not in MOVING and _begins(reader, other):
+                    return []
                 found[other.id] = other
                 pending.append(other)
-    sources = {
-        n.id: [p.id for v in n.inputs if v != ABSENT and (p := reader.producer(v)) and p.id in found]
-        for n in found.values()
-    }
-    return [found[value] for value in TopologicalSorter(sources).static_order()]
+    ids = set(found)
+    sources = {n.id: _producers(reader, n, ids) for n in found.values()}
+    order = [found[value] for value in TopologicalSorter(sources).static_order()]
+    for node in reversed(order):  # the last ones move float16: it takes half of the time
+        if node.op in MOVING and not any(u.id in ids for v in node.outputs for u in reader.users(v)):
+            ids.remove(node.id)
+    return [n for n in order if n.id in ids]
+
+
+def _around(reader: Reader, node: Node) -> list[Node]:
+    """The producers and readers of a node's values, and what else reads the same Casts."""
+    around = list[Node]()
+    for value in node.inputs:
+        if value != ABSENT and (producer := reader.producer(value)):
+            around += reader.users(value) if producer.op == "Cast" and not producer.const else [producer]
+    return around + [n for v in node.outputs for n in reader.users(v)]

@@ -63,6 +63,70 @@ class Otherwise(_ExpThenSquare):
         return op.Cast(op.Add(y, y), to=HALF)
 
 
+class UsesAgain(_ExpThenSquare):
+    """e(x) * e(x) -> cast16(cast32(e(x)) * cast32(e(x))): e(x) of float16 is the node that was matched."""
+
+    def target(self, op: Op, x: Val) -> Any:
+        y = op.Cast(op.Sigmoid(x), to=SINGLE)
+        return op.Cast(op.Mul(y, y), to=HALF)
+
+
+class RoundsConstants(Rule):
+    """x * c * d -> cast16(cast32(x) * cast32(c * d))  of float16: the product of the constants is rounded."""
+
+    rounds_once = True
+    may_remove_nonfinite = True
+    dtypes = frozenset({DType.FLOAT16})
+    shapes = "x[...] c[...] d[...]"
+    examples = (
+        "agraph (float16[N,3] x) => (float16[N,3] z) <float[3] a = {0.1, 1.1, 2.3}, float[3] b = {0.3, 1.7, 3.1}> "
+        "{ c = Cast<to=10>(a) d = Cast<to=10>(b) y = Mul(x, c) z = Mul(y, d) }",
+    )
+
+    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
+        return op.Mul(op.Mul(x, c), d)
+
+    def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
+        require(c.const and d.const, "they are no constants")
+
+    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
+        return op.Cast(op.Mul(op.Cast(x, to=SINGLE), op.Cast(op.Mul(c, d), to=SINGLE)), to=HALF)
+
+
+class Jumps(Rule):
+    """floor(e(x)) -> cast16(floor(e(cast32(x))))  of float16: e(x) may round up to an integer."""
+
+    rounds_once = True
+    may_remove_nonfinite = True
+    dtypes = frozenset({DType.FLOAT16})
+    shapes = "x[...]"
+    examples = ("agraph (float16[N,3] x) => (float16[N,3] z) { y = Exp(x) z = Floor(y) }",)
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Floor(op.Exp(x))
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.Cast(op.Floor(op.Exp(op.Cast(x, to=SINGLE))), to=HALF)
+
+
+class SeenInSingle(Rule):
+    """neg(cast32(e(x))) -> neg(e(cast32(x)))  of float16: who reads it in float32 sees that a rounding is missing."""
+
+    rounds_once = True
+    may_remove_nonfinite = True
+    shapes = "x[...]"
+    examples = ("agraph (float16[N,3] x) => (float[N,3] z) { y = Exp(x) w = Cast<to=1>(y) z = Neg(w) }",)
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Neg(op.Cast(op.Exp(x), to="a"))
+
+    def where(self, m: Captures, x: Val) -> None:
+        require(x.dtype == DType.FLOAT16 and m.a == SINGLE, "it is another type")
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.Neg(op.Exp(op.Cast(x, to=SINGLE)))
+
+
 class CountsThroughHalf(Rule):
     """cast32(cast16(n)) -> cast32(n)  of integers: float16 holds no more than 2,048 of them."""
 
@@ -95,7 +159,18 @@ def test_what_rounds_once_is_proven() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [Twice(), Coarsely(), Otherwise(), CountsThroughHalf()], ids=lambda r: r.name
+    "rule",
+    [
+        Twice(),
+        Coarsely(),
+        Otherwise(),
+        UsesAgain(),
+        RoundsConstants(),
+        Jumps(),
+        SeenInSingle(),
+        CountsThroughHalf(),
+    ],
+    ids=lambda r: r.name,
 )
 def test_what_rounds_more_or_computes_something_else_is_wrong(rule: AnyRule) -> None:
     rejected(rule)

@@ -168,6 +168,10 @@ class Graph:
         """The constant with this name; None if a node computes the value or it is an input."""
         return self.leaves.consts.get(value) if value not in self.producers else None
 
+    def producer(self, value: Value) -> Node | None:
+        """The node that computes a value; None for inputs and constants."""
+        return self.producers.get(value)
+
     def users(self, value: Value) -> list[Node]:
         producers = self.producers
         return [producers[i] for i in self.uses.get(value, ())]

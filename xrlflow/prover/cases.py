@@ -125,7 +125,7 @@ def sides(case: Case) -> tuple[Graph, Graph]:
     if not case.match.rule.rounds_once:
         return case.before, case.after
     left = exact_within(case.before, case.match.nodes, case.replaced)
-    return left, rounded_results(case.after, case.edit.added)
+    return left, rounded_results(case.after, case.edit.added, case.match.nodes)
 
 
 def find_cases(library: Library, problem: Problem) -> tuple[list[Case], list[Refused]]:

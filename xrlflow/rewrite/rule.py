@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow.ir import ABSENT, FLOATS, Attr, Attrs, Dim, DType, Graph, Node, TensorType, Value
+from xrlflow.ir import ABSENT, FLOATS, Attr, Attrs, Const, Dim, DType, Graph, Node, TensorType, Value
 
 Proof = Literal["field", "numeric"]
 
@@ -517,6 +517,10 @@ class Reader:
 
     def is_const(self, value: Value) -> bool:
         return value != ABSENT and self.type(value).const
+
+    def const(self, value: Value) -> Const | None:
+        """The constant with this name; None if a node computes the value or it is an input."""
+        return self._graph.const(value)
 
     def val(self, value: Value) -> Val:
         type = self.type(value)
