@@ -17,6 +17,7 @@ from rewrite_rules import (
     movement,
     normalisation,
     precision,
+    quantised,
     recurrent,
     reduction,
     reshape,
@@ -54,7 +55,7 @@ _MODULES = (
         exporter_cleanup,
         logic,
     ),
-    *(weights_algebra, microsoft, expansion, substitutes, precision),
+    *(weights_algebra, microsoft, expansion, substitutes, precision, quantised),
 )
 
 LIBRARY: tuple[AnyRule, ...] = tuple(rule for module in _MODULES for rule in declared_in(module))

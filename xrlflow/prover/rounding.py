@@ -97,11 +97,15 @@ class Rounding(Machine):
         return self.sum(self.mul(a[..., :, :, None], b[..., None, :, :]), (-2,))
 
     def sum(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
-        """The sum in any order: if more than two terms are not 0, each term is off."""
+        """The sum in any order: if more than two terms are not 0, each term is off. Sums of integers are exact as long
+        as all their parts are below 2^24.
+        """
         total = super().sum(a, axes, keepdims)
         if a.dtype.kind != "f":
             return total
         several = np.sum(a != 0, axis=axes, keepdims=keepdims) > 2
+        whole = np.all(a == np.trunc(a), axis=axes, keepdims=keepdims)
+        several &= ~(whole & (np.sum(np.abs(a), axis=axes, keepdims=keepdims) < 1 / _UNIT))
         if several.any():
             total = np.where(several, super().sum(self._off(a), axes, keepdims), total)
         return self._rounded(total)  # type: ignore[no-any-return]

@@ -141,6 +141,14 @@ class Val:
         return elements
 
     @property
+    def whole_array(self) -> npt.NDArray[Any]:
+        """The numbers of a constant of any size, read from the model's file; refuses the match if the value is none."""
+        const = self.graph.const(self.value)
+        if const is None:
+            raise Refused("a value is not a constant")
+        return const.numpy()
+
+    @property
     def uniform(self) -> float | None:
         """The number that all elements of a small constant equal; None if they differ or the value is no small
         constant.

@@ -1,0 +1,132 @@
+"""Operators of 8-bit integers, computed otherwise where ONNX Runtime's kernels for them are slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.ir import DType
+from xrlflow.rewrite import Captures, Op, Rule, Val, accurate, profitable, require
+
+_SINGLE = int(DType.FLOAT)
+# Sums of integers below this number are exact in float32, in any order.
+_EXACT = 1 << 24
+_BYTE = 255  # the greatest distance of two bytes of one type
+
+
+def _numbers(count: int, middle: int = 0) -> str:
+    """Constant bytes around a middle, as ONNX's text has them."""
+    return f"{{{','.join(str(middle + (37 * i) % 251 - 125) for i in range(count))}}}"
+
+
+def _greatest_sum(weights: npt.NDArray[Any]) -> int:
+    """The greatest sum of products, and part of one, that bytes less their zero point can have with these weights.
+
+    The weights of one output are in one row. Bytes less a zero point z are between -z and 255 - z, so positive and
+    negative weights do not both meet the greatest distance.
+    """
+    rows = weights.reshape(len(weights), -1) if weights.size else np.zeros((1, 1))
+    positive = np.where(rows > 0, rows, 0).sum(axis=1)
+    negative = np.where(rows < 0, -rows, 0).sum(axis=1)
+    return _BYTE * int(max(positive.max(), negative.max()))
+
+
+def _without_zero(w: Val, v: Val | None) -> npt.NDArray[Any]:
+    """The numbers of constant weights of a convolution, less their zero points."""
+    weights = w.whole_array.astype(np.int64)
+    if v is None:
+        return weights
+    zeros = v.array.astype(np.int64)
+    return weights - zeros.reshape(-1, *[1] * (weights.ndim - 1))
+
+
+_SIGNED = (
+    f"agraph (uint8[N,2,5] x, uint8 z) => (y) <int8[3,2,3] w = {_numbers(18)}> "
+    "{ p = ConvInteger<pads=[1,2], strides=[2]>(x, w, z) y = Cast<to=1>(p) }",
+    f"agraph (uint8[2,4,5,5] x, uint8[1] z) => (y) <int8[4,2,2,2] w = {_numbers(32)}, int8[4] v = {{1,0,-3,7}}> "
+    "{ p = ConvInteger<group=2, dilations=[1,2]>(x, w, z, v) y = Cast<to=1>(p) }",
+    f"agraph (uint8[1,2,3,H] x) => (y) <int8[1,2,1,1] w = {_numbers(2)}> {{ p = ConvInteger(x, w) y = Cast<to=1>(p) }}",
+)
+
+
+class ConvolveUnsignedWeights(Rule, family="precision"):
+    """convinteger(x, w, z, v) -> convinteger(x, w + 128, z, v + 128)  for signed weights w.
+
+    ONNX Runtime's ConvInteger is 4 to 20 times slower for signed weights. Where the processor saturates sums of
+    products of unsigned and signed bytes, the right side is exact and the left side is not.
+    """
+
+    backend = "onnxruntime"
+    optional = ("z", "v")
+    shapes = "x[...] w[...]:const z[...] v[...]:const"
+    examples = (
+        *(e.replace(" y = Cast<to=1>(p)", "").replace("=> (y)", "=> (p)") for e in _SIGNED),
+        f"agraph (uint8[1,3,4,4] x) => (p) <int8[3,1,2,2] w = {_numbers(12)}, uint8 z = {{9}}> "
+        "{ p = ConvInteger<group=3, pads=[1,0,1,0]>(x, w, z) }",
+    )
+    near_misses = (
+        "agraph (uint8[1,2,3,4] x) => (p) <uint8[1,2,1,1] w = {3, 200}> { p = ConvInteger(x, w) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, z: Any, v: Any) -> Any:
+        return op.ConvInteger(x, w, z, v, attrs="c")
+
+    def where(self, x: Val, w: Val) -> None:
+        profitable(x.dtype == DType.UINT8, "the image is signed")
+        require(w.dtype == DType.INT8, "the weights are unsigned")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, z: Val | None, v: Val | None) -> Any:
+        def unsigned(u: Val) -> Any:
+            return op.Cast(op.Add(op.Cast(u, to=int(DType.INT32)), 128), to=int(DType.UINT8))
+
+        zero = op.constant(np.uint8(128)) if v is None else unsigned(v)
+        no_zero = op.constant(np.uint8(0)) if z is None else z
+        return op.ConvInteger(x, unsigned(w), no_zero, zero, attrs=m.c)
+
+
+class ConvolveIntegersInFloat32(Rule, family="precision"):
+    """cast(convinteger(x, w, z, v)) -> conv(cast(x) - cast(z), cast(w) - cast(v))  if all sums stay below 2^24.
+
+    Then float32 is exact, in whatever order the products are added. ONNX Runtime's ConvInteger copies images for each
+    kernel position, has no kernel for depthwise convolutions, and is slow for signed weights on many processors.
+    """
+
+    backend = "onnxruntime"
+    proof = "numeric"
+    optional = ("z", "v")
+    shapes = "x[...] w[...]:const z[...] v[...]:const"
+    examples = (
+        *_SIGNED,
+        f"agraph (uint8[1,3,4,4] x) => (y) <uint8[3,1,2,2] w = {_numbers(12, 128)}, uint8 v = {{128}}, uint8 z = {{9}}>"
+        " { p = ConvInteger<group=3, pads=[1,0,1,0]>(x, w, z, v) y = Cast<to=1>(p) }",
+        f"agraph (uint8[1,2,3,H] x) => (y) <uint8[1,2,1,1] w = {_numbers(2, 128)}> "
+        "{ p = ConvInteger(x, w) y = Cast<to=1>(p) }",
+    )
+    # 520 products of 255 and 127 need more than 24 bits; 519 of them, and as many negative ones, do not.
+    near_misses = (
+        f"agraph (uint8[1,520,1] x, uint8 z) => (y) <int8[1,520,1] w = {{{','.join(['127'] * 520)}}}> "
+        "{ p = ConvInteger(x, w, z) y = Cast<to=1>(p) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, z: Any, v: Any) -> Any:
+        return op.Cast(op.ConvInteger(x, w, z, v, attrs="c"), to="t")
+
+    def where(self, m: Captures, x: Val, w: Val, z: Val | None, v: Val | None) -> None:
+        require(m.t == _SINGLE, "the sums are not read in float32")
+        require(z is None or z.rank == 0 or z.sizes == (1,), "the zero point is not one number")
+        accurate(_greatest_sum(_without_zero(w, v)) < _EXACT, "a sum may need more than 24 bits")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, z: Val | None, v: Val | None) -> Any:
+        def single(u: Val) -> Any:
+            return op.Cast(u, to=_SINGLE)
+
+        left = single(x) if z is None else op.Sub(single(x), single(z))
+        right = single(w)
+        if v is not None:
+            zeros = single(v)
+            if v.rank == 1:
+                zeros = op.Reshape(zeros, [-1, *[1] * (w.rank - 1)])
+            right = op.Sub(right, zeros)
+        return op.Conv(left, right, attrs=m.c)
