@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow.ir import DType
-from xrlflow.rewrite import Captures, Op, Rule, Val, accurate, profitable, require
+from rewrite_rules.examples import graphs
+from xrlflow.ir import ABSENT, DType, Node, Value
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, profitable, require
 
 _SINGLE = int(DType.FLOAT)
 # Sums of integers below this number are exact in float32, in any order.
@@ -40,6 +42,13 @@ def _without_zero(w: Val, v: Val | None) -> npt.NDArray[Any]:
         return weights
     zeros = v.array.astype(np.int64)
     return weights - zeros.reshape(-1, *[1] * (weights.ndim - 1))
+
+
+def _unsigned(op: Op, signed: Val | None) -> Any:
+    """Constant signed bytes, plus 128. (None: zero.)"""
+    if signed is None:
+        return op.constant(np.uint8(128))
+    return op.Cast(op.Add(op.Cast(signed, to=int(DType.INT32)), 128), to=int(DType.UINT8))
 
 
 _SIGNED = (
@@ -78,12 +87,8 @@ class ConvolveUnsignedWeights(Rule, family="precision"):
         require(w.dtype == DType.INT8, "the weights are unsigned")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, z: Val | None, v: Val | None) -> Any:
-        def unsigned(u: Val) -> Any:
-            return op.Cast(op.Add(op.Cast(u, to=int(DType.INT32)), 128), to=int(DType.UINT8))
-
-        zero = op.constant(np.uint8(128)) if v is None else unsigned(v)
         no_zero = op.constant(np.uint8(0)) if z is None else z
-        return op.ConvInteger(x, unsigned(w), no_zero, zero, attrs=m.c)
+        return op.ConvInteger(x, _unsigned(op, w), no_zero, _unsigned(op, v), attrs=m.c)
 
 
 class ConvolveIntegersInFloat32(Rule, family="precision"):
@@ -130,3 +135,125 @@ class ConvolveIntegersInFloat32(Rule, family="precision"):
                 zeros = op.Reshape(zeros, [-1, *[1] * (w.rank - 1)])
             right = op.Sub(right, zeros)
         return op.Conv(left, right, attrs=m.c)
+
+
+class _Unsigned(RegionRule, family="precision"):
+    """A rule that quantises to unsigned bytes instead of signed ones."""
+
+    backend = "onnxruntime"
+    proof = "numeric"
+    unpriced = True
+    anchors = ("QuantizeLinear",)
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        values = iter(inputs)
+
+        def parameters(zero: bool) -> tuple[Val, Any]:
+            return next(values), _unsigned(op, next(values) if zero else None)
+
+        results = []
+        for (attrs, zero), *readers in region.data:
+            kept = {k: v for k, v in attrs.items() if k != "output_dtype"}
+            q = op.QuantizeLinear(next(values), *parameters(zero), **kept)
+            results += [op.DequantizeLinear(q, *parameters(zero), attrs=attrs) for attrs, zero in readers]
+        return results
+
+
+class QuantiseUnsigned(_Unsigned):
+    """dequantise(quantise(x, s, z), t, u) -> dequantise(quantise(x, s, z + 128), t, u + 128)  for signed bytes.
+
+    ONNX Runtime has fast kernels for products of unsigned with signed bytes, and for elementwise operators of unsigned
+    bytes.
+    """
+
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) <float s = {0.1}, int8 z = {3}> "
+        "{ q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }",
+        "(float[N,3,4] x) => (y, w) <float s = {0.1}, int8 z = {-7}, float t = {0.3}> "
+        "{ q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) w = DequantizeLinear(q, t) }",
+        "(float[N,3,4] x) => (y) <float[3] s = {0.1,0.2,0.3}, int8[3] z = {1,-128,127}> "
+        "{ q = QuantizeLinear<axis=1>(x, s, z) y = DequantizeLinear<axis=1>(q, s, z) }",
+        "(float[N,3] x) => (y) <float s = {0.1}> "
+        "{ q = QuantizeLinear<output_dtype=3>(x, s) y = DequantizeLinear(q, s) }",
+    )
+    near_misses = graphs(
+        "(float[N,3] x, float s) => (y) <int8 z = {3}> { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }",
+        "(float[N,3] x) => (y, q) <float s = {0.1}, int8 z = {3}> "
+        "{ q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }",
+        "(float[N,3] x) => (y, w) <float s = {0.1}, int8 z = {3}> "
+        "{ q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) w = Neg(q) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        group = _quantised(reader, node)
+        return _region([group]) if group else None
+
+
+class QuantiseAllUnsigned(_Unsigned):
+    """All quantisations to signed bytes that operators connect become quantisations to unsigned bytes.
+
+    Single steps are slower at first: an operator of bytes of both kinds has no fast kernel.
+    """
+
+    composite_of = ("QuantiseUnsigned",)
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) <float s = {0.1}, int8 z = {3}, float t = {0.2}> "
+        "{ q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z) b = Relu(a) r = QuantizeLinear(b, t, z) y = DequantizeLinear(r, t, z) }",
+        "(float[N,3] x, float[N,3] w) => (y, v) <float s = {0.1}, int8 z = {3}, int8 u = {0}> "
+        "{ q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z) r = QuantizeLinear(w, s, u) "
+        "b = DequantizeLinear(r, s, u) y = Add(a, b) v = Neg(b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        groups = _connected(reader, node)
+        return _region(groups) if len(groups) > 1 else None
+
+
+# A node that quantises, and those that dequantise its result.
+_Group = tuple[Node, ...]
+
+
+def _region(groups: Sequence[_Group]) -> Region:
+    """These quantisations. What `target` needs of each node: its attributes, and whether it has a zero point."""
+    outputs = tuple(n.outputs[0] for _, *users in groups for n in users)
+    inputs = tuple(v for g in groups for i, n in enumerate(g) for v in n.inputs[i > 0 :] if v != ABSENT)
+    data = tuple(tuple((n.attrs, len(n.inputs) == 3 and n.inputs[2] != ABSENT) for n in g) for g in groups)
+    return Region(outputs, inputs, tuple(n for g in groups for n in g), data)
+
+
+def _quantised(reader: Reader, node: Node) -> _Group:
+    """A node that quantises to signed bytes, and its readers, if all of these dequantise; else nothing."""
+    (quantised,) = node.outputs
+    if node.types[0].dtype != DType.INT8 or node.const or reader.is_output(quantised):
+        return ()
+    group = (node, *reader.users(quantised))
+    return group if all(_is_constant(reader, user, quantised) for user in group) else ()
+
+
+def _is_constant(reader: Reader, node: Node, quantised: Value) -> bool:
+    """Whether a node quantises or dequantises by constants, with a zero point that can be written."""
+    if node.op not in ("QuantizeLinear", "DequantizeLinear") or node.attrs.get("block_size", 0):
+        return False
+    scale, *zero = [v for v in node.inputs[1:] if v != ABSENT]
+    if node.op == "DequantizeLinear" and (node.inputs[0] != quantised or quantised in node.inputs[1:]):
+        return False
+    return reader.is_const(scale) and (
+        all(map(reader.is_const, zero)) if zero else reader.type(scale).shape == ()
+    )
+
+
+def _connected(reader: Reader, first: Node) -> list[_Group]:
+    """The quantisations that operators connect with the first one; none if one of them has a smaller number."""
+    seen, pending, groups = {first.id}, [first], list[_Group]()
+    while pending:
+        node = pending.pop()
+        if node.op == "QuantizeLinear" and (group := _quantised(reader, node)):
+            if node.id < first.id:
+                return []
+            groups.append(group)
+        around = [n for v in node.inputs if v != ABSENT and (n := reader.producer(v)) and not n.const]
+        for other in (*around, *(n for v in node.outputs for n in reader.users(v))):
+            if other.id not in seen:
+                seen.add(other.id)
+                pending.append(other)
+    return sorted(groups, key=lambda g: g[0].id)

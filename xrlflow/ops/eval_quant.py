@@ -47,7 +47,8 @@ def _saturate(x: Array, dtype: np.dtype[Any]) -> Array:
             high = low + (1 << bits) - 1
             return np.clip(x, low, high).astype(np.int8).astype(dtype)
     info = np.iinfo(dtype)
-    return np.clip(x, info.min, info.max).astype(dtype)
+    # ONNX does not say what NaN becomes. ONNX Runtime makes the least number of it.
+    return np.where(np.isnan(x), info.min, np.clip(x, info.min, info.max)).astype(dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
