@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rewrite_rules.elementwise import given
 from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, DType, Node, Value
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, profitable, require
@@ -198,7 +199,8 @@ class QuantiseAllUnsigned(_Unsigned):
     composite_of = ("QuantiseUnsigned",)
     examples = graphs(
         "(float[N,3] x) => (float[N,3] y) <float s = {0.1}, int8 z = {3}, float t = {0.2}> "
-        "{ q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z) b = Relu(a) r = QuantizeLinear(b, t, z) y = DequantizeLinear(r, t, z) }",
+        "{ q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z) b = Relu(a) r = QuantizeLinear(b, t, z) "
+        "y = DequantizeLinear(r, t, z) }",
         "(float[N,3] x, float[N,3] w) => (y, v) <float s = {0.1}, int8 z = {3}, int8 u = {0}> "
         "{ q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z) r = QuantizeLinear(w, s, u) "
         "b = DequantizeLinear(r, s, u) y = Add(a, b) v = Neg(b) }",
@@ -224,7 +226,7 @@ def _region(groups: Sequence[_Group]) -> Region:
 def _quantised(reader: Reader, node: Node) -> _Group:
     """A node that quantises to signed bytes, and its readers, if all of these dequantise; else nothing."""
     (quantised,) = node.outputs
-    if node.types[0].dtype != DType.INT8 or node.const or reader.is_output(quantised):
+    if node.types[0].dtype != DType.INT8 or reader.is_const(node.inputs[0]) or reader.is_output(quantised):
         return ()
     group = (node, *reader.users(quantised))
     return group if all(_is_constant(reader, user, quantised) for user in group) else ()
@@ -257,3 +259,121 @@ def _connected(reader: Reader, first: Node) -> list[_Group]:
                 seen.add(other.id)
                 pending.append(other)
     return sorted(groups, key=lambda g: g[0].id)
+
+
+def _along(op: Op, parameter: Val, rank: int, axis: int) -> Any:
+    """A scale or zero point, so that it broadcasts over numbers of this rank."""
+    if parameter.rank == 0:
+        return parameter
+    return op.Reshape(parameter, [-1 if i == axis % rank else 1 for i in range(rank)])
+
+
+class StoreQuantisedWeights(Rule, family="precision"):
+    """quantise(w, s, z) -> cast(clip(round(w / s) + z))  for constant floats w: the file holds bytes."""
+
+    backend = "onnxruntime"
+    proof = "numeric"
+    optional = ("z",)
+    shapes = "w[...]:const s[...]:const z[...]:const"
+    examples = graphs(
+        "(float[N,1,1] x) => (y) <float[2,3] w = {0.13,-0.27,0.37,5.06,-70,0}, float s = {0.2}, int8 z = {3}> "
+        "{ q = QuantizeLinear(w, s, z) v = DequantizeLinear(q, s, z) y = Mul(v, x) }",
+        "(float x) => (y) <float[2,3] w = {0.13,-0.27,0.37,5.06,-70,0}, float[2] s = {0.2,0.3}, uint8[2] z = {128,9}> "
+        "{ q = QuantizeLinear<axis=0>(w, s, z) v = DequantizeLinear<axis=0>(q, s, z) y = Mul(v, x) }",
+        "(float x) => (y) <float[2,3] w = {0.13,-0.27,0.37,5.06,-70,0}, float[3] s = {0.2,0.3,0.1}> "
+        "{ q = QuantizeLinear<axis=-1>(w, s) v = DequantizeLinear<axis=-1>(q, s) y = Mul(v, x) }",
+        "(float x) => (y) <float[1,2,3] w = {0.13,-0.27,0.37,5.06,-70,0}, float[2] s = {0.2,0.3}, int8[2] z = {1,2}> "
+        "{ q = QuantizeLinear<axis=1>(w, s, z) v = DequantizeLinear<axis=1>(q, s, z) y = Mul(v, x) }",
+    )
+    near_misses = graphs(
+        "(float x) => (y) <float[2,3] w = {0.13,-0.27,0.37,5.06,-70,0}, float s = {0.2}> "
+        "{ q = QuantizeLinear<output_dtype=3>(w, s) v = DequantizeLinear(q, s) y = Mul(v, x) }",
+        "(float x) => (y) <float[2,3] w = {0.13,-0.27,0.37,5.06,-70,0}, float s = {0.2}, int16 z = {7}> "
+        "{ q = QuantizeLinear(w, s, z) v = DequantizeLinear(q, s, z) y = Mul(v, x) }",
+    )
+
+    def source(self, op: Op, w: Any, s: Any, z: Any) -> Any:
+        return op.QuantizeLinear(w, s, z, axis="a")
+
+    def where(self, m: Captures, w: Val, s: Val, z: Val | None) -> None:
+        require(w.dtype == s.dtype == DType.FLOAT, "the numbers are not of float32")
+        require(z is None or z.dtype in (DType.INT8, DType.UINT8), "the result is not of bytes")
+        require(s.rank == 0 or s.rank == 1, "there is a scale for each block")
+        fits = s.rank == 0 or (-w.rank <= m.a < w.rank and s.shape[0] == w.shape[m.a])
+        require(fits, "there are not as many scales as numbers along the axis")
+
+    def target(self, op: Op, m: Captures, w: Val, s: Val, z: Val | None) -> Any:
+        stored = DType.UINT8 if z is None else z.dtype
+        steps = op.Round(op.Div(w, _along(op, s, w.rank, m.a)))
+        if z is not None:
+            steps = op.Add(steps, _along(op, op.Cast(z, to=_SINGLE), w.rank, m.a))
+        low, high = (-128.0, 127.0) if stored == DType.INT8 else (0.0, 255.0)
+        return op.Cast(op.Clip(steps, low, high), to=int(stored))
+
+
+class DequantiseWeightsOnce(RegionRule, family="precision"):
+    """conv(x, dequantise(w, s, z)) -> conv(x, (cast(w) - cast(z)) * s)  where the convolution stays one of floats.
+
+    ONNX Runtime folds the right side when it loads the model, and then chooses a faster layout; it dequantises
+    constants at every run. A convolution between bytes becomes one of bytes, and is left alone.
+    """
+
+    backend = "onnxruntime"
+    unpriced = True
+    anchors = ("Conv", "ConvTranspose")
+    examples = graphs(
+        f"(float[N,2,5] x) => (y) <int8[3,2,3] w = {_numbers(18)}, float s = {{0.1}}, int8 z = {{3}}> "
+        "{ v = DequantizeLinear(w, s, z) y = Conv<pads=[1,1]>(x, v) }",
+        f"(float[N,2,5] x, float[3] b) => (y) <int8[3,2,3] w = {_numbers(18)}, float[3] s = {{0.1,0.2,0.3}}> "
+        "{ v = DequantizeLinear<axis=0>(w, s) y = Conv(x, v, b) }",
+        f"(uint8[1,2,4,4] q) => (y) <uint8[2,3,2,2] w = {_numbers(24, 128)}, float[3] s = {{0.1,0.2,0.3}}, "
+        "uint8[3] z = {128,7,255}> "
+        "{ x = DequantizeLinear(q, [0.1]) v = DequantizeLinear<axis=1>(w, s, z) c = ConvTranspose(x, v) y = Relu(c) }",
+    )
+    near_misses = graphs(
+        f"(uint8[1,2,5] q) => (y) <int8[3,2,3] w = {_numbers(18)}, float s = {{0.1}}, int8 z = {{3}}, uint8 u = {{9}}> "
+        "{ x = DequantizeLinear(q, s, u) v = DequantizeLinear(w, s, z) c = Conv(x, v) y = QuantizeLinear(c, s, u) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        weights = reader.producer(node.inputs[1])
+        if (
+            weights is None
+            or weights.op != "DequantizeLinear"
+            or not all(map(reader.is_const, given(weights.inputs)))
+        ):
+            return None
+        if (
+            weights.types[0].dtype != DType.FLOAT
+            or weights.attrs.get("block_size", 0)
+            or _is_fused(reader, node)
+        ):
+            return None
+        rest = (node.inputs[0], *(v for v in node.inputs[2:] if v != ABSENT))
+        quantised = tuple(v for v in weights.inputs if v != ABSENT)
+        return Region(
+            node.outputs, (*quantised, *rest), (node,), (node, weights.attrs.get("axis", 1), len(quantised))
+        )
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        node, axis, count = region.data
+        w, *parameters = inputs[:count]
+        scale, *zero = (_along(op, p, w.rank, axis) for p in parameters)
+        weights = op.Cast(w, to=_SINGLE)
+        if zero:
+            weights = op.Sub(weights, op.Cast(zero[0], to=_SINGLE))
+        x, *bias = inputs[count:]
+        return op[node.op](x, op.Mul(weights, scale), *bias, attrs=node.attrs)
+
+
+def _is_fused(reader: Reader, node: Node) -> bool:
+    """Whether ONNX Runtime makes an operator of bytes of a convolution: it stands between bytes."""
+    image = reader.producer(node.inputs[0])
+    users = reader.users(node.outputs[0])
+    return (
+        image is not None
+        and image.op == "DequantizeLinear"
+        and bool(users)
+        and all(user.op == "QuantizeLinear" for user in users)
+        and not reader.is_output(node.outputs[0])
+    )
