@@ -121,6 +121,14 @@ def reference_machine() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def files_need_not_outlive_a_power_cut() -> Iterator[None]:
+    """A file is not waited for until it is on the disk: that takes milliseconds, for thousands of files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 def _in(folder: str) -> None:
     """Files without a name of their own come into this folder."""
     os.environ["TMPDIR"] = tempfile.tempdir = folder
