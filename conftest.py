@@ -192,3 +192,4 @@ def brief_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are compared as always, but for a moment: for tests that do not depend on how sure the answer is."""
     for name, seconds in _BRIEF.items():
         monkeypatch.setattr(name, _limited(resolve_name(name), seconds))
+    monkeypatch.setattr("xrlflow.backends.onnxruntime.processes._MOST_PROCESSES", 6)
