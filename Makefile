@@ -24,7 +24,10 @@ demo: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
+# Tests multiply small matrices: threads of NumPy and PyTorch would cost more than they save. (TVM's kernels and ONNX
+# Runtime have numbers of threads of their own.) Continuous integration runs the core's tests with those threads, too.
+ALONE := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+PYTEST := PYTHONDONTWRITEBYTECODE= $(ALONE) $(BIN)/pytest -n 2 --dist worksteal
 # Kinds of tests that take long: pyproject.toml says what each is. At least one test of each is marked quick.
 LONG := proof or corpus or process or measures or learns or cluster
 

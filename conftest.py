@@ -121,6 +121,14 @@ def reference_machine() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def files_need_not_outlive_a_power_cut() -> Iterator[None]:
+    """A file is not waited for until it is on the disk: that takes milliseconds, for thousands of files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 def _in(folder: str) -> None:
     """Files without a name of their own come into this folder."""
     os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -184,3 +192,4 @@ def brief_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are compared as always, but for a moment: for tests that do not depend on how sure the answer is."""
     for name, seconds in _BRIEF.items():
         monkeypatch.setattr(name, _limited(resolve_name(name), seconds))
+    monkeypatch.setattr("xrlflow.backends.onnxruntime.processes._MOST_PROCESSES", 6)

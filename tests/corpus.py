@@ -20,12 +20,16 @@ from xrlflow.verify.runner import opened
 KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator")
 
 
-@cache
 def backend_tests(*kinds: str) -> tuple[Any, ...]:
     """ONNX's test cases of these kinds, in a fixed order. Loading them takes 5 seconds, once in a process."""
+    return tuple(case for kind in kinds for case in _of_kind(kind))
+
+
+@cache
+def _of_kind(kind: str) -> list[Any]:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        return tuple(case for kind in kinds for case in sorted(load_model_tests(kind=kind), key=_folder))
+        return sorted(load_model_tests(kind=kind), key=_folder)
 
 
 def _folder(case: Any) -> str:

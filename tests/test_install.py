@@ -124,6 +124,7 @@ def ours(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Distribution:
 
 def test_every_import_is_declared(ours: Distribution) -> None:
     core = required(ours)
+    more = {extra: required(ours, extra) for extra in EXTRAS}
     owners = {**BY_OTHER_NAMES, **packages_distributions()}
     missing = []
     for path in [
@@ -135,7 +136,7 @@ def test_every_import_is_declared(ours: Distribution) -> None:
         allowed = set(core)
         for extra, places in EXTRAS.items():
             if name.startswith(places) and name not in PLAIN:
-                allowed |= required(ours, extra)
+                allowed |= more[extra]
         for package in set(imports(path)):
             if package in sys.stdlib_module_names or package in ("xrlflow", "rewrite_rules", "models"):
                 continue

@@ -5,12 +5,13 @@ leaves it, and after ten random legal edits. What ONNX Runtime does not run is r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 import xrlflow
 from tests.corpus import KINDS, Sample, backend_tests, outputs, same, sample
+from tests.levels import whole
 from xrlflow import onnxio
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import ModelError
@@ -41,9 +42,10 @@ def refused(model: bytes) -> str:
 
 
 class Pass:
-    """The counts and the failures of one pass through a part of the corpus."""
+    """The counts and the failures of one pass through a part of the corpus. `stages`: see `changed`."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Sequence[str]) -> None:
+        self.stages = stages
         self.counts: Counter[str] = Counter()
         self.fired: set[str] = set()
         self.failures: list[str] = []
@@ -61,7 +63,7 @@ class Pass:
             return  # random
         self.counts["runnable"] += 1
         rewritten = False
-        for stage in ("export", *SEARCHES):
+        for stage in self.stages:
             try:
                 result, rules = changed(model, stage)
             except Exception as error:  # all of them are reported together
@@ -85,12 +87,25 @@ def changed(model: bytes, stage: str) -> tuple[bytes, list[str]]:
     return result.model.SerializeToString(), [step.rule for step in result.trace]
 
 
+def passed(stages: Sequence[str], chunk: int) -> Pass:
+    """A pass through a part of the corpus, without a failure."""
+    found = Pass(stages)
+    for case in backend_tests(*KINDS)[chunk::CHUNKS]:
+        found.add(sample(case))
+    assert not found.failures, "\n".join(found.failures)
+    assert found.counts["runnable"] > 0.5 * found.counts["models"]
+    return found
+
+
 @pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.quick), *range(1, CHUNKS)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_backend_models(chunk: int, record_property: Callable[[str, object], None]) -> None:
-    found = Pass()
-    for case in backend_tests(*KINDS)[chunk::CHUNKS]:
-        found.add(sample(case))
+    found = passed(("export", "random"), chunk)
     record_property("backend models", {"counts": dict(found.counts), "fired": sorted(found.fired)})
-    assert not found.failures, "\n".join(found.failures)
-    assert found.counts["runnable"] > 0.5 * found.counts["models"]
+
+
+@pytest.mark.parametrize("chunk", whole(range(CHUNKS), range(4)))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_greedy_search_leaves(chunk: int) -> None:
+    """It applies the same rules, where they gain something."""
+    passed(("greedy",), chunk)

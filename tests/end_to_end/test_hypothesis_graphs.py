@@ -97,9 +97,8 @@ def assert_stable(exported: onnx.ModelProto) -> None:
     assert to_proto(second, second.graph).SerializeToString() == again.SerializeToString()
 
 
-@profile(80)
-@given(models(), st.integers(0, 2**16))
-def test_optimised_models_compute_the_same(proto: onnx.ModelProto, seed: int) -> None:
+def compute_the_same(proto: onnx.ModelProto, seed: int) -> None:
+    """Check what several searches make of a model."""
     onnx.checker.check_model(proto, full_check=True)
     data = proto.SerializeToString()
     for search, budget in (("random", 10), ("greedy", 50), ("taso", 25)):
@@ -109,6 +108,19 @@ def test_optimised_models_compute_the_same(proto: onnx.ModelProto, seed: int) ->
         assert_equal(proto, result.model, f"{search}: {[s.rule for s in result.trace]}")
         report = result.report
         assert report.cost_after <= report.cost_before or search == "random"
+
+
+@profile(50)
+@given(models(), st.integers(0, 2**16))
+def test_optimised_models_compute_the_same(proto: onnx.ModelProto, seed: int) -> None:
+    compute_the_same(proto, seed)
+
+
+@pytest.mark.whole
+@profile(200)
+@given(models(), st.integers(0, 2**16))
+def test_more_optimised_models_compute_the_same(proto: onnx.ModelProto, seed: int) -> None:
+    compute_the_same(proto, seed)
 
 
 @profile(60)

@@ -23,7 +23,7 @@ from xrlflow.rewrite import Captures, Op, Rule, Val, require
 
 pytestmark = pytest.mark.corpus
 
-FEW, MANY = 60, 240
+FEW, MANY = 36, 240
 
 
 @pytest.mark.parametrize("graphs", whole((FEW, MANY), (FEW,)))

@@ -12,6 +12,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor  # type: ignore[import-untyped]
 from onnx import TensorProto, helper, numpy_helper
 
+from tests.levels import crossed
 from tests.onnxio.support import model
 from xrlflow.onnxio import ModelError, load, protos, to_proto, wire
 from xrlflow.onnxio.tensors import TensorStore
@@ -279,9 +280,15 @@ def alternatives() -> set[str]:
     return {f"onnx.TypeProto.{name}" for name in ("Sequence", "Map", "Optional", "SparseTensor", "Opaque")}
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (2, 2)])
 @pytest.mark.parametrize("typed", [False, True], ids=["raw", "typed"])
-@pytest.mark.parametrize("make_model", [everything, running])
+@pytest.mark.parametrize(
+    ("make_model", "shape"),
+    crossed(
+        [everything, running],
+        [(4, 4), (2, 2)],
+        [(everything, (4, 4)), (running, (4, 4)), (running, (2, 2))],  # of small tensors protobuf reads all
+    ),
+)
 def test_explicit_defaults_and_any_order_are_read_as_protobuf_reads_them(
     make_model: Callable[..., onnx.ModelProto],
     typed: bool,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,16 +104,19 @@ def test_costs_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_last_comparisons_count_where_time_ends_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    over: list[bool] = []
+
+    def ratio(node: SearchNode) -> float:
+        if len(compared) == 8:  # the last of the first round
+            over.append(True)
+        return 1.1
+
     with begun(tmp_path) as (context, begin, model):
-        until = time.monotonic() + 6
-
-        def ratio(node: SearchNode) -> float:
-            if len(compared) == 8:  # the last of the first round
-                time.sleep(max(0.0, until - time.monotonic()))
-            return 1.1
-
         compared = measuring(monkeypatch, ratio)
-        after = corrected(context, begin, model, until)
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (60 if over else 0))
+        monkeypatch.setattr(correct, "time", clock)
+        after = corrected(context, begin, model, time.monotonic() + 60)
+    assert len(compared) == 8
     assert isinstance(after.model, Learned)
     moved = after.model.parameters.arrays["head.weight"] - model.parameters.arrays["head.weight"]
     assert abs(moved).max() > 0
@@ -185,9 +189,13 @@ def test_what_was_measured_to_be_faster_is_proposed_first(
             return 0.9
         return faster.setdefault(node.state.fingerprint, 1.1 + 0.1 * len(faster))
 
+    new = correct._graphs_to_measure
+    monkeypatch.setattr(
+        correct, "_graphs_to_measure", lambda *given: new(*given) if len(compared) < 16 else []
+    )
     with begun(tmp_path) as (context, begin, model):
-        measuring(monkeypatch, ratio)
-        after = corrected(context, begin, model, time.monotonic() + 10)
+        compared = measuring(monkeypatch, ratio)
+        after = corrected(context, begin, model, time.monotonic() + 60)
         result = ordered(context, after, found_by_taso(context, after))
     assert fingerprints(result.proposals)[:4] == list(reversed(faster))[:4]
     for node in result.proposals:
@@ -328,6 +336,7 @@ def test_it_is_done_where_an_agent_learns_from_learned_costs(
         given.append(until)
         return start
 
+    monkeypatch.setattr("xrlflow.pipeline.prepare._PROFILING", 0.0)  # prices do not matter here
     monkeypatch.setattr(attempts, "corrected", record)
     monkeypatch.setattr(attempts, "explore", lambda context, start: Explored(None, ()))  # type: ignore[arg-type]
     monkeypatch.setattr(attempts, "finish", lambda _: Finished(None, ""))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
 
 import models
 import xrlflow
+from xrlflow.backends import BackendError
 from xrlflow.backends.results import Comparison, SpeedUp
 from xrlflow.cost import Profiled
 from xrlflow.cost.calibrate import runtime
@@ -55,7 +56,11 @@ def certain(monkeypatch: pytest.MonkeyPatch, disturbed: bool = False) -> None:
         load = replace(result.load, disturbed=disturbed)
         return replace(result, speedups=(SpeedUp(1.10, 1.09, 1.11),), load=load)
 
+    def not_again(*_: Any, **__: Any) -> NoReturn:
+        raise BackendError("the last comparison keeps nothing")
+
     monkeypatch.setattr(choose, "measure", once)
+    monkeypatch.setattr("xrlflow.pipeline.confirm.measure_in_fresh_processes", not_again)
 
 
 def test_what_was_compared_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 
 import models
 from rewrite_rules import LIBRARY
+from tests.levels import whole
 from tests.rewrite.test_engine import layered
 from tests.rewrite.toy import TOY, CancelTransposes
 from tests.rules.harness import model
@@ -138,15 +139,16 @@ def test_an_extended_agent_is_that_of_torch() -> None:
     np.testing.assert_allclose(Network(grown).log_probs(seen), expected, atol=1e-4)
 
 
-def test_the_shipped_agent_takes_the_same_choices_as_in_torch() -> None:
-    """On 1,000 decisions of random walks over small networks."""
+@pytest.mark.parametrize("decisions", whole([300, 1000], (300,)))
+def test_the_shipped_agent_takes_the_same_choices_as_in_torch(decisions: int) -> None:
+    """In decisions of random walks over small networks."""
     parameters = Parameters.load(PRETRAINED).extended(ALL)
     theirs, ours = both(parameters)
     names = ("squeezenet", "bert", "nasrnn-shared", "resnext50", "mobilenetv2", "dalle")
     starts = [begun(models.small(name), ALL, parameters.vocabulary) for name in names]
-    seen = [o for seed in range(20) for start in starts for o in walked(start, 10, seed)]
-    assert len(seen) >= 1000
-    for start in range(0, 1000, 4):
+    seen = [o for seed in range(decisions // 50) for start in starts for o in walked(start, 10, seed)]
+    assert len(seen) >= decisions
+    for start in range(0, decisions, 4):
         some = seen[start : start + 4]
         expected, got = theirs.log_probs(some), ours.log_probs(some)
         np.testing.assert_allclose(got, expected, atol=1e-4)

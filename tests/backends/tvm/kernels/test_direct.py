@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.backends.tvm.kernels.test_kernels import network
 from tests.backends.tvm.kernels.test_winograd import assert_close, kernels, results
-from tests.levels import whole
+from tests.levels import crossed, whole
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.kernels import direct
 from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, best_blocking, blockings, cost
@@ -90,10 +91,16 @@ ELSEWHERE = [
 ]
 
 
-@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_other_machines(name: str, machine: Machine) -> None:
-    assert_close(*results(network(GRAPHS[name]), Algorithm.F23, machine))
+# `make test` runs each graph on one machine, and two graphs on all.
+QUICK = [
+    *itertools.product(["groups of 3 to 5", "three dimensions, all attributes"], MACHINES),
+    *zip(ELSEWHERE[1:5], itertools.cycle(MACHINES)),
+]
+
+
+@pytest.mark.parametrize(("name", "machine"), crossed(ELSEWHERE, MACHINES, QUICK))
+def test_other_machines(name: str, machine: str) -> None:
+    assert_close(*results(network(GRAPHS[name]), Algorithm.F23, MACHINES[machine]))
 
 
 @pytest.mark.parametrize("seed", whole(range(2), (0,)))
@@ -110,9 +117,12 @@ def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pyt
     assert chosen
 
 
-@pytest.mark.parametrize("size", [np.inf, np.nan])
+GROUPED = ["groups of 5, a gate", "groups of 8 to 4, strides, a residual", "groups of 17"]
+
+
 @pytest.mark.parametrize(
-    "name", ["groups of 5, a gate", "groups of 8 to 4, strides, a residual", "groups of 17"]
+    ("name", "size"),
+    crossed(GROUPED, [np.inf, np.nan], [(GROUPED[0], np.inf), *((name, np.nan) for name in GROUPED)]),
 )
 def test_what_is_not_finite_stays_in_its_group(name: str, size: float) -> None:
     """The unused lanes of a vector hold channels of other groups."""

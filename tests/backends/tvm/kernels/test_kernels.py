@@ -362,7 +362,7 @@ def test_odd_columns_are_computed_in_whole_vectors(
     feeds = numbers(model)
     with open_model(model.SerializeToString()) as runtime:
         expected = runtime.run(feeds)[0]
-    few = choices(result, detect())[:: max(1, len(choices(result, detect())) // 6)]
+    few = choices(result, detect())[:: max(1, len(choices(result, detect())) // 3)]
     for choice in few:
 
         def chosen(mod: Any, machine: Machine, choice: TileBlocking = choice) -> Any:

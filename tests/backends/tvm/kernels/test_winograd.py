@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.backends.tvm.kernels.test_kernels import network, numbers
-from tests.levels import whole
+from tests.levels import crossed, whole
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
@@ -108,8 +108,19 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", whole(FAST, FAST[1:]), ids=lambda a: a.name)
-@pytest.mark.parametrize("name", GRAPHS)
+def named(parameter: object) -> str | None:
+    return parameter.name if isinstance(parameter, Algorithm) else None
+
+
+# `make test` runs each graph with one of two tiles: kernels of the larger one take several times as long to compile.
+# The larger one in groups and before steps: `test_what_is_not_finite_spreads_as_in_plain_sums`.
+LARGE = [
+    "plain", "odd sizes and a batch", "no padding", "one side padded, and twice", "one tile", "bias and activation",
+]  # fmt: skip
+ONE_TILE = [(name, Algorithm.F43 if name in LARGE else Algorithm.F23) for name in GRAPHS]
+
+
+@pytest.mark.parametrize(("name", "algorithm"), crossed(GRAPHS, FAST, ONE_TILE), ids=named)
 def test_results(name: str, algorithm: Algorithm) -> None:
     model = network(GRAPHS[name])
     assert any("winograd" in kernel for kernel in kernels(GRAPHS[name], algorithm))
@@ -124,8 +135,12 @@ def test_steps_are_part_of_the_kernel(name: str) -> None:
     assert not [k for k in kernels(GRAPHS[name]) if "winograd" not in k and "transpose" not in k]
 
 
-@pytest.mark.parametrize("algorithm", whole(FAST, FAST[1:]), ids=lambda a: a.name)
-@pytest.mark.parametrize("name", ["odd sizes and a batch", "channels that no vector divides"])
+ODD = ["odd sizes and a batch", "channels that no vector divides"]
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm"), crossed(ODD, FAST, [pair for pair in ONE_TILE if pair[0] in ODD]), ids=named
+)
 def test_other_machines(name: str, algorithm: Algorithm) -> None:
     """The target has 16 registers of 8 floats. Panels are divided among 5 threads."""
     model = network(GRAPHS[name])
@@ -166,9 +181,15 @@ def test_what_is_read_elsewhere_is_no_step() -> None:
             assert_close(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("algorithm", whole(FAST, FAST[1:]), ids=lambda a: a.name)
-@pytest.mark.parametrize("name", ["odd sizes and a batch", "groups", *STEPPED])
-@pytest.mark.parametrize("value", whole([np.nan, np.inf, -np.inf, 1e37], (np.nan, 1e37)))
+SPREAD = ["odd sizes and a batch", "groups", *STEPPED]
+SPREAD_QUICK = [
+    *((name, np.nan) for name in SPREAD if name != "bias and activation"),
+    *((name, 1e37) for name in ("clipped", "a residual")),
+]
+
+
+@pytest.mark.parametrize("algorithm", whole(FAST, FAST[1:]), ids=named)
+@pytest.mark.parametrize(("name", "value"), crossed(SPREAD, [np.nan, np.inf, -np.inf, 1e37], SPREAD_QUICK))
 def test_what_is_not_finite_spreads_as_in_plain_sums(name: str, algorithm: Algorithm, value: float) -> None:
     """The infinities and NaN are in the corners of tiles, at the border of the image, and where transforms overflow."""
     model = network(GRAPHS[name])

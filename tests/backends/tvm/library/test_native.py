@@ -176,17 +176,26 @@ def test_sanitizers_see_a_wrong_table(
     assert "AddressSanitizer: global-buffer-overflow" in done.stderr
 
 
+@pytest.fixture(scope="module")
+def plain(
+    kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder with the library and the host, without sanitizers."""
+    folder = tmp_path_factory.mktemp("plain")
+    kernels[0].save(folder / "kernels.so")
+    compiled(folder)
+    return folder
+
+
 @pytest.mark.parametrize("version", ["1.16.3", "1.9.0", "1.17.0", "1.100.2", "2.0.0", "unknown"])
 def test_an_old_runtime_is_not_asked_for_a_new_api(
     kernels: tuple[KernelLibrary, dict[str, Carried]],
-    tmp_path: Path,
+    plain: Path,
     monkeypatch: pytest.MonkeyPatch,
     version: str,
 ) -> None:
-    library, models = kernels
-    library.save(tmp_path / "kernels.so")
     monkeypatch.setenv("HOST_VERSION", version)
-    result = run([str(compiled(tmp_path))], tmp_path, models, threads=1)
+    result = run([str(plain / "host")], plain, kernels[1], threads=1)
     assert bool(result) == (version in ("1.17.0", "1.100.2", "2.0.0"))
 
 
