@@ -38,11 +38,7 @@ def _greatest_sum(weights: npt.NDArray[Any]) -> int:
 
 def _without_zero(w: Val, v: Val | None) -> npt.NDArray[Any]:
     """The numbers of constant weights of a convolution, less their zero points."""
-    weights = w.whole_array.astype(np.int64)
-    if v is None:
-        return weights
-    zeros = v.array.astype(np.int64)
-    return weights - zeros.reshape(-1, *[1] * (weights.ndim - 1))
+    return w.whole_array.astype(np.int64) - (0 if v is None else int(v.scalar))
 
 
 def _unsigned(op: Op, signed: Val | None) -> Any:
@@ -55,7 +51,7 @@ def _unsigned(op: Op, signed: Val | None) -> Any:
 _SIGNED = (
     f"agraph (uint8[N,2,5] x, uint8 z) => (y) <int8[3,2,3] w = {_numbers(18)}> "
     "{ p = ConvInteger<pads=[1,2], strides=[2]>(x, w, z) y = Cast<to=1>(p) }",
-    f"agraph (uint8[2,4,5,5] x, uint8[1] z) => (y) <int8[4,2,2,2] w = {_numbers(32)}, int8[4] v = {{1,0,-3,7}}> "
+    f"agraph (uint8[2,4,5,5] x, uint8[1] z) => (y) <int8[4,2,2,2] w = {_numbers(32)}, int8[1] v = {{-3}}> "
     "{ p = ConvInteger<group=2, dilations=[1,2]>(x, w, z, v) y = Cast<to=1>(p) }",
     f"agraph (uint8[1,2,3,H] x) => (y) <int8[1,2,1,1] w = {_numbers(2)}> {{ p = ConvInteger(x, w) y = Cast<to=1>(p) }}",
 )
@@ -121,7 +117,9 @@ class ConvolveIntegersInFloat32(Rule, family="precision"):
 
     def where(self, m: Captures, x: Val, w: Val, z: Val | None, v: Val | None) -> None:
         require(m.t == _SINGLE, "the sums are not read in float32")
-        require(z is None or z.rank == 0 or z.sizes == (1,), "the zero point is not one number")
+        require(
+            all(u is None or u.rank == 0 or u.sizes == (1,) for u in (z, v)), "a zero point is not one number"
+        )
         accurate(_greatest_sum(_without_zero(w, v)) < _EXACT, "a sum may need more than 24 bits")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, z: Val | None, v: Val | None) -> Any:
@@ -131,10 +129,7 @@ class ConvolveIntegersInFloat32(Rule, family="precision"):
         left = single(x) if z is None else op.Sub(single(x), single(z))
         right = single(w)
         if v is not None:
-            zeros = single(v)
-            if v.rank == 1:
-                zeros = op.Reshape(zeros, [-1, *[1] * (w.rank - 1)])
-            right = op.Sub(right, zeros)
+            right = op.Sub(right, single(v))
         return op.Conv(left, right, attrs=m.c)
 
 
@@ -337,23 +332,17 @@ class DequantiseWeightsOnce(RegionRule, family="precision"):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         weights = reader.producer(node.inputs[1])
-        if (
-            weights is None
-            or weights.op != "DequantizeLinear"
-            or not all(map(reader.is_const, given(weights.inputs)))
-        ):
+        if weights is None or weights.op != "DequantizeLinear" or weights.types[0].dtype != DType.FLOAT:
             return None
-        if (
-            weights.types[0].dtype != DType.FLOAT
-            or weights.attrs.get("block_size", 0)
-            or _is_fused(reader, node)
-        ):
+        quantised = given(weights.inputs)
+        shapes = {reader.type(v).shape for v in quantised[1:]}
+        if len(shapes) > 1 or len(shapes.pop() or ()) > 1 or not all(map(reader.is_const, quantised)):
             return None
-        rest = (node.inputs[0], *(v for v in node.inputs[2:] if v != ABSENT))
-        quantised = tuple(v for v in weights.inputs if v != ABSENT)
-        return Region(
-            node.outputs, (*quantised, *rest), (node,), (node, weights.attrs.get("axis", 1), len(quantised))
-        )
+        if _is_fused(reader, node):
+            return None
+        inputs = (*quantised, node.inputs[0], *given(node.inputs[2:]))
+        data = (node, weights.attrs.get("axis", 1), len(quantised))
+        return Region(node.outputs, inputs, (node, weights), data)
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         node, axis, count = region.data
@@ -367,13 +356,56 @@ class DequantiseWeightsOnce(RegionRule, family="precision"):
 
 
 def _is_fused(reader: Reader, node: Node) -> bool:
-    """Whether ONNX Runtime makes an operator of bytes of a convolution: it stands between bytes."""
+    """Whether ONNX Runtime makes an operator of bytes of a convolution, which stands between bytes, perhaps with a
+    function behind it. It would quantise weights of floats once more, to other numbers.
+    """
     image = reader.producer(node.inputs[0])
-    users = reader.users(node.outputs[0])
-    return (
-        image is not None
-        and image.op == "DequantizeLinear"
-        and bool(users)
-        and all(user.op == "QuantizeLinear" for user in users)
-        and not reader.is_output(node.outputs[0])
+    return image is not None and image.op == "DequantizeLinear" and _ends_in_bytes(reader, node.outputs[0])
+
+
+def _ends_in_bytes(reader: Reader, value: Value) -> bool:
+    return any(
+        user.op == "QuantizeLinear"
+        or (user.op in ("Clip", "LeakyRelu", "Relu") and _ends_in_bytes(reader, user.outputs[0]))
+        for user in reader.users(value)
     )
+
+
+class QuantiseBeforeRelu(Rule, family="precision"):
+    """quantise(relu(x), s, z) -> quantise(leakyrelu(dequantise(quantise(x, s, z), s, z)), s, z)  for a convolution x.
+
+    ONNX Runtime makes operators of bytes of the convolution, and of LeakyRelu (with the slope 0), but not of Relu. The
+    first quantisation rounds as the last one does, and the last one rounds nothing.
+    """
+
+    backend = "onnxruntime"
+    proof = "numeric"
+    unpriced = True
+    optional = ("u", "o", "b", "z")
+    shapes = "x[...] t[]:const u[...]:const w[...]:const r[...]:const o[...]:const b[...]:const s[]:const z[]:const"
+    examples = graphs(
+        f"(int8[N,2,5] p) => (float[N,3,3] y) <int8[3,2,3] v = {_numbers(18)}, float s = {{0.1}}, int8 z = {{0}}> "
+        "{ x = DequantizeLinear(p, s, z) w = DequantizeLinear(v, s, z) c = Conv(x, w) r = Relu(c) "
+        "q = QuantizeLinear(r, s, z) y = DequantizeLinear(q, s, z) }",
+        f"(uint8[1,2,4,4] p) => (q) <int8[3,2,2,2] v = {_numbers(24)}, float[3] t = {{0.1,0.3,0.2}}, "
+        "float s = {0.2}, uint8 z = {7}, float[3] b = {-1.5,2.5,7.0}> { x = DequantizeLinear(p, s, z) "
+        "w = DequantizeLinear<axis=0>(v, t) c = Conv<pads=[1,0,1,0]>(x, w, b) r = Relu(c) "
+        "q = QuantizeLinear(r, s, z) }",
+        f"(uint8[1,2,4,4] p) => (q) <int8[2,1,2,2] v = {_numbers(8)}, float s = {{0.2}}> "
+        "{ x = DequantizeLinear(p, s) w = DequantizeLinear(v, s) c = Conv<group=2>(x, w) r = Relu(c) "
+        "q = QuantizeLinear(r, s) }",
+    )
+
+    def source(self, op: Op, x: Any, t: Any, u: Any, w: Any, r: Any, o: Any, b: Any, s: Any, z: Any) -> Any:
+        image = op.DequantizeLinear(x, t, u, attrs="i")
+        weights = op.DequantizeLinear(w, r, o, attrs="j")
+        return op.QuantizeLinear(op.Relu(op.Conv(image, weights, b, attrs="c")), s, z)
+
+    def target(
+        self, op: Op, m: Captures, x: Val, t: Val, u: Val | None, w: Val, r: Val, o: Val | None, b: Val | None, s: Val,
+        z: Val | None,
+    ) -> Any:  # fmt: skip
+        image = op.DequantizeLinear(x, t, u, attrs=m.i)
+        weights = op.DequantizeLinear(w, r, o, attrs=m.j)
+        inner = op.QuantizeLinear(op.Conv(image, weights, b, attrs=m.c), s, z)
+        return op.QuantizeLinear(op.LeakyRelu(op.DequantizeLinear(inner, s, z), alpha=0.0), s, z)

@@ -1,0 +1,165 @@
+"""Operators of 8-bit integers: what the rules make of them is equal bit by bit, at the limits, too."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from rewrite_rules.quantised import (
+    ConvolveIntegersInFloat32,
+    ConvolveUnsignedWeights,
+    DequantiseWeightsOnce,
+    QuantiseAllUnsigned,
+    QuantiseBeforeRelu,
+    QuantiseUnsigned,
+    StoreQuantisedWeights,
+)
+from tests.rules.harness import alone, applies, model, refuses, rewritten, run
+from xrlflow.ir import DType
+from xrlflow.onnxio import load
+from xrlflow.rewrite import AnyRule, RewriteState
+
+SCALES = {"s": np.float32(0.1), "t": np.float32(0.3), "z": np.int8(-3)}
+
+
+def _equal(rule: AnyRule, proto: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> None:
+    after, _ = rewritten(rule, proto)
+    for a, b in zip(run(proto, feeds), run(after, feeds), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def _convolution(weights: np.ndarray) -> onnx.ModelProto:
+    channels = weights.shape[1]
+    return model(
+        f"agraph (uint8[2,{channels},1] x, uint8 z) => (y) {{ p = ConvInteger(x, w, z) y = Cast<to=1>(p) }}",
+        w=weights,
+    )
+
+
+def test_the_greatest_sums_of_24_bits_are_exact() -> None:
+    """517 products of 255 and 127 are just below 2^24; negative weights as many as positive ones do not add to them."""
+    weights = np.repeat(np.int8([[[127]], [[-127]]]), 518, axis=1)
+    mixed = np.concatenate([weights, -weights], axis=1)
+    rng = np.random.default_rng(0)
+    for w in (weights, mixed):
+        for zero in (0, 255, 100):
+            x = rng.choice(np.uint8([0, 255, 254]), (2, w.shape[1], 1), p=[0.1, 0.8, 0.1])
+            _equal(ConvolveIntegersInFloat32(), _convolution(w), {"x": x, "z": np.array(zero, np.uint8)})
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_sum_of_25_bits_stays_one_of_integers(sign: int) -> None:
+    weights = np.full((2, 519, 1), 127 * sign, np.int8)
+    refuses(ConvolveIntegersInFloat32(), _convolution(weights), "24 bits")
+
+
+def test_zero_points_of_weights_count() -> None:
+    source = "agraph (uint8[1,400,1] x) => (y) { p = ConvInteger(x, w, z, v) y = Cast<to=1>(p) }"
+    consts = {"w": np.full((1, 400, 1), 255, np.uint8), "z": np.uint8(0)}
+    refuses(ConvolveIntegersInFloat32(), model(source, v=np.uint8(0), **consts), "24 bits")
+    applies(ConvolveIntegersInFloat32(), model(source, v=np.uint8(200), **consts))
+
+
+@pytest.mark.parametrize(
+    "attributes", ["", "<group=2>", "<pads=[1,0,2,1], strides=[2,1]>", "<dilations=[2,1]>"]
+)
+@pytest.mark.parametrize(
+    "rule", [ConvolveIntegersInFloat32(), ConvolveUnsignedWeights()], ids=lambda r: r.name
+)
+def test_integers_are_convolved_exactly(rule: AnyRule, attributes: str) -> None:
+    rng = np.random.default_rng(1)
+    weights = rng.integers(-128, 128, (4, 2 if "group" in attributes else 4, 2, 2)).astype(np.int8)
+    zeros = rng.integers(-9, 9, 1).astype(np.int8)
+    proto = model(
+        f"agraph (uint8[2,4,6,5] x, uint8 z) => (y) {{ p = ConvInteger{attributes}(x, w, z, v) y = Cast<to=1>(p) }}",
+        w=weights,
+        v=zeros,
+    )
+    _equal(
+        rule, proto, {"x": rng.integers(0, 256, (2, 4, 6, 5)).astype(np.uint8), "z": np.array(77, np.uint8)}
+    )
+
+
+def test_unsigned_weights_stay_in_the_file_as_bytes() -> None:
+    weights = np.random.default_rng(0).integers(-128, 128, (64, 64, 3, 3)).astype(np.int8)
+    source = "agraph (uint8[1,64,8,8] x, uint8 z) => (y) { y = ConvInteger(x, w, z) }"
+    after, _ = rewritten(ConvolveUnsignedWeights(), model(source, w=weights))
+    (stored,) = [i for i in after.graph.initializer if len(i.dims) == 4]
+    assert stored.data_type == onnx.TensorProto.UINT8
+
+
+NUMBERS = np.float32([[0.05, -0.05, 0.15, 12.9, -13.2, 1e30, -1e30, np.nan, np.inf, -np.inf, 0.25, -12.75]])
+CHAIN = (
+    "agraph (float[N,12] x) => (y, v) { q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z) b = Neg(a) "
+    "r = QuantizeLinear(b, t) y = DequantizeLinear(r, t) o = QuantizeLinear(a, t, z) v = DequantizeLinear(o, t, z) }"
+)
+
+
+@pytest.mark.parametrize("rule", [QuantiseUnsigned(), QuantiseAllUnsigned()], ids=lambda r: r.name)
+def test_signed_and_unsigned_bytes_mean_the_same(rule: AnyRule) -> None:
+    _equal(rule, model(CHAIN, **SCALES), {"x": NUMBERS})
+
+
+def test_all_that_operators_connect_becomes_unsigned_at_once() -> None:
+    _, graph = rewritten(QuantiseAllUnsigned(), model(CHAIN, **SCALES))
+    assert {n.types[0].dtype for n in graph.nodes() if n.op == "QuantizeLinear"} == {DType.UINT8}
+    state = RewriteState.start(load(model(CHAIN, **SCALES)).graph, alone(QuantiseAllUnsigned()))
+    assert len(list(state.candidates)) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "q = QuantizeLinear(x, s, z) y = Identity(q)",  # bytes leave the model
+        "q = QuantizeLinear(x, s, z) a = DequantizeLinear(q, s, z) p = Transpose(q) o = Cast<to=1>(p) y = Add(a, o)",
+        "q = QuantizeLinear(x, k, z) y = DequantizeLinear(q, k, z)",  # a scale that is computed
+    ],
+)
+def test_other_readers_need_signed_bytes(body: str) -> None:
+    source = f"agraph (float[3,3] x, float k) => (y) {{ {body} }}"
+    used = {name: value for name, value in SCALES.items() if f" {name}" in body}
+    refuses(QuantiseUnsigned(), model(source, **used))
+
+
+def test_quantised_weights_are_stored_as_bytes() -> None:
+    weights = np.random.default_rng(0).standard_normal((40, 40)).astype(np.float32)
+    source = (
+        "agraph (float[N,40] x) => (y) "
+        "{ q = QuantizeLinear<axis=0>(w, s, z) v = DequantizeLinear<axis=0>(q, s, z) y = MatMul(x, v) }"
+    )
+    scales = np.linspace(0.01, 0.03, 40).astype(np.float32)
+    proto = model(source, w=weights, s=scales, z=np.zeros(40, np.int8))
+    after, _ = rewritten(StoreQuantisedWeights(), proto)
+    assert onnx.TensorProto.FLOAT not in {i.data_type for i in after.graph.initializer if len(i.dims) == 2}
+    assert after.ByteSize() < 0.4 * proto.ByteSize()
+    _equal(StoreQuantisedWeights(), proto, {"x": np.eye(40, dtype=np.float32)})
+
+
+WEIGHTS = {"w": np.random.default_rng(0).integers(-128, 128, (4, 3, 2, 2)).astype(np.int8)}
+
+
+@pytest.mark.parametrize("end", ["", "f = Relu(c)", "f = Clip(c, low)", "e = Relu(c) f = LeakyRelu(e)"])
+def test_weights_between_bytes_stay_quantised(end: str) -> None:
+    """ONNX Runtime would quantise weights of floats itself, to other numbers."""
+    last = "f" if end else "c"
+    source = (
+        "agraph (uint8[1,3,4,4] p) => (y) { x = DequantizeLinear(p, s) v = DequantizeLinear(w, s, z) c = Conv(x, v) "
+        f"{end} y = QuantizeLinear({last}, t) }}"
+    )
+    consts = WEIGHTS | SCALES | ({"low": np.float32(0)} if "low" in end else {})
+    refuses(DequantiseWeightsOnce(), model(source, **consts))
+    freed = source.replace(f"y = QuantizeLinear({last}, t)", f"g = Abs({last}) y = QuantizeLinear(g, t)")
+    applies(DequantiseWeightsOnce(), model(freed, **consts))
+
+
+def test_a_relu_behind_a_quantisation_rounds_nothing() -> None:
+    source = (
+        "agraph (uint8[1,3,9,9] p) => (y) { x = DequantizeLinear(p, s) v = DequantizeLinear(w, s, z) c = Conv(x, v) "
+        "r = Relu(c) q = QuantizeLinear(r, t, z) y = DequantizeLinear(q, t, z) }"
+    )
+    rng = np.random.default_rng(3)
+    for scale in (0.3, 7.0, 1e-3, 1e-39):
+        proto = model(source, **(WEIGHTS | SCALES | {"t": np.float32(scale)}))
+        _equal(QuantiseBeforeRelu(), proto, {"p": rng.integers(0, 256, (1, 3, 9, 9)).astype(np.uint8)})
