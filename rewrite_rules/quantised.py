@@ -97,6 +97,7 @@ class ConvolveIntegersInFloat32(Rule, family="precision"):
 
     backend = "onnxruntime"
     proof = "numeric"
+    relies_on = "sums of integers below 2^24 are exact in float32"
     optional = ("z", "v")
     shapes = "x[...] w[...]:const z[...] v[...]:const"
     examples = (
@@ -138,6 +139,7 @@ class _Unsigned(RegionRule, family="precision"):
 
     backend = "onnxruntime"
     proof = "numeric"
+    relies_on = "the same quotient is rounded; range and zero point of the type move by 128"
     unpriced = True
     anchors = ("QuantizeLinear",)
 
@@ -268,6 +270,7 @@ class StoreQuantisedWeights(Rule, family="precision"):
 
     backend = "onnxruntime"
     proof = "numeric"
+    relies_on = "QuantizeLinear divides, rounds to even, adds the zero point and saturates"
     optional = ("z",)
     shapes = "w[...]:const s[...]:const z[...]:const"
     examples = graphs(
@@ -380,6 +383,7 @@ class QuantiseBeforeRelu(Rule, family="precision"):
 
     backend = "onnxruntime"
     proof = "numeric"
+    relies_on = "what is dequantised is quantised to the same bytes again"
     unpriced = True
     optional = ("u", "o", "b", "z")
     shapes = "x[...] t[]:const u[...]:const w[...]:const r[...]:const o[...]:const b[...]:const s[]:const z[]:const"
