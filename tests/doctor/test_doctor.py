@@ -281,3 +281,11 @@ def test_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     result = disk.temporary()
     assert (result.status, result.needed) == (Status.FAIL, True)
     assert "TMPDIR" in result.advice
+
+
+@pytest.mark.parametrize("saturating", [False, True])
+def test_products_of_bytes_are_tried(monkeypatch: pytest.MonkeyPatch, saturating: bool) -> None:
+    monkeypatch.setattr("xrlflow.backends.onnxruntime.saturation.saturates", lambda: saturating)
+    result = software.products_of_bytes()
+    assert result.status is (Status.WARN if saturating else Status.OK)
+    assert ("x64quantprecision" in result.advice) == saturating

@@ -43,6 +43,7 @@ APART: Mapping[str, Check] = {
     "onnx_runtime": Check(
         "ONNX Runtime", software.onnx_runtime, "reinstall it: pip install --force-reinstall onnxruntime", True
     ),
+    "bytes": Check("8 bits", software.products_of_bytes),
     "agent": Check("agent", software.agent, "reinstall xrlflow, or search without it: --search greedy", True),
     "kernels": Check(
         "TVM", software.kernels, "pip install 'xrlflow[tvm]' installs versions that fit; --portable does without"

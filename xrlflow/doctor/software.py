@@ -83,6 +83,20 @@ def onnx_runtime() -> Finding:
     return Finding("ONNX Runtime", Status.OK, f"{onnxruntime.__version__} runs a model", needed=True)
 
 
+def products_of_bytes() -> Finding:
+    """Whether ONNX Runtime adds products of bytes exactly on this processor."""
+    from xrlflow.backends.onnxruntime.saturation import saturates
+
+    if not saturates():
+        return Finding("8 bits", Status.OK, "sums of products of bytes are exact")
+    return Finding(
+        "8 bits",
+        Status.WARN,
+        "sums of products of unsigned and signed bytes saturate, so 8-bit models may be off",
+        "set the session option session.x64quantprecision=1 for exact sums, or use a processor with VNNI",
+    )
+
+
 def agent() -> Finding:
     """Whether the agent of the package can be loaded, and finds substitutions."""
     from rewrite_rules import LIBRARY
