@@ -59,15 +59,24 @@ def _widened(reader: Reader, node: Node) -> bool:
     if all(reader.is_const(v) for v in halves):  # a table of which rows are taken would take twice the memory
         return False
     return all(_is_half(t) for t in node.types if t.dtype in FLOATS) and all(
-        _is_known(reader, user) for v in node.outputs for user in reader.users(v)
+        user.op == "Cast" or user.op in _WIDENED or user.op in _BLIND
+        for v in node.outputs
+        for user in reader.users(v)
     )
 
 
-def _is_known(reader: Reader, user: Node) -> bool:
-    """Whether a reader sees the number that it is given. In front of an operator of float16 that it computes in
-    float32, ONNX Runtime leaves out a Cast to float16; and in front of a body of control flow a Cast and its inverse.
+def _misleads(reader: Reader, node: Node, ids: set[Value]) -> bool:
+    """Whether a reader outside of these nodes would see numbers of a node that were not rounded. In front of an
+    operator of float16 that it computes in float32, ONNX Runtime leaves out a Cast to float16; and in front of a body
+    of control flow a Cast and its inverse.
     """
-    return user.op == "Cast" or user.op in _WIDENED or user.op in _BLIND
+    return any(
+        v == value and keeps_rounding(reader, user, i)
+        for value in node.outputs
+        for user in reader.users(value)
+        if user.id not in ids and user.op != "Cast" and user.op not in _BLIND and user.op not in MOVING
+        for i, v in enumerate(user.inputs)
+    )
 
 
 @dataclass(slots=True)
@@ -115,6 +124,7 @@ class _Builder:
             and _is_half(cast.types[0])
             and self.reader.type(cast.inputs[0]).dtype == DType.FLOAT
             and not self.keeps(value)
+            and not any(map(self.is_last, self.reader.users(value)))
         ):
             source = cast.inputs[0]
             self.nodes.append(cast)
@@ -200,10 +210,13 @@ class ComputeInFloat32(_InFloat32):
         "(float16[N,4] x) => (float[N,2] z, float16[N,2] b) { a, b = Split<axis=1>(x, [2, 2]) z = Cast<to=1>(a) }",
         "(float[N,3] a, bool[N,3] c, float16[3] b) => (y) { x = Cast<to=10>(a) y = Where(c, x, b) }",
         "(float[N,3] a) => (float16[N,3] y) { x = Cast<to=10>(a) y = Floor(x) }",
+        "(float[N,3] a) => (float[N,3] z, float16[N,3] y) { x = Cast<to=10>(a) z = Cast<to=1>(x) y = Neg(x) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        return _region(reader, [node]) if _widened(reader, node) else None
+        if not _widened(reader, node) or _misleads(reader, node, {node.id}):
+            return None
+        return _region(reader, [node])
 
 
 class ComputeRegionInFloat32(_InFloat32):
@@ -229,10 +242,8 @@ class ComputeRegionInFloat32(_InFloat32):
         if not _widened(reader, node) or not _begins(reader, node):
             return None
         members = _neighbours(reader, node)
-        ids = {n.id for n in members}
-        if len(members) < 2 or min(n.id for n in members if not _producers(reader, n, ids)) != node.id:
-            return None
-        return _region(reader, members)
+        firsts = [n.id for n in members if _begins(reader, n)]
+        return _region(reader, members) if len(members) > 1 and node.id == min(firsts, default=None) else None
 
 
 def _producers(reader: Reader, node: Node, ids: set[Value]) -> list[Value]:
@@ -242,8 +253,20 @@ def _producers(reader: Reader, node: Node, ids: set[Value]) -> list[Value]:
 
 
 def _begins(reader: Reader, node: Node) -> bool:
-    """Whether no operand of a node is computed by a node that could be computed in float32 as well."""
-    return not any(_widened(reader, n) for v in node.inputs if v != ABSENT and (n := reader.producer(v)))
+    """Whether a region begins with a node: it computes something, and of what it reads nothing is computed by a node
+    that could be computed in float32 as well (but for some that move elements).
+    """
+    if node.op in MOVING:
+        return False
+    pending = list(node.inputs)
+    while pending:
+        value = pending.pop()
+        producer = reader.producer(value) if value != ABSENT else None
+        if producer is not None and _widened(reader, producer):
+            if producer.op not in MOVING:
+                return False
+            pending += producer.inputs
+    return True
 
 
 def _neighbours(reader: Reader, first: Node) -> list[Node]:
@@ -255,17 +278,24 @@ def _neighbours(reader: Reader, first: Node) -> list[Node]:
     while pending:
         for other in _around(reader, pending.pop()):
             if other.id not in found and _widened(reader, other):
-                if other.id < first.id and other.op not in MOVING and _begins(reader, other):
+                if other.id < first.id and _begins(reader, other):
                     return []
                 found[other.id] = other
                 pending.append(other)
     ids = set(found)
     sources = {n.id: _producers(reader, n, ids) for n in found.values()}
     order = [found[value] for value in TopologicalSorter(sources).static_order()]
-    for node in reversed(order):  # the last ones move float16: it takes half of the time
-        if node.op in MOVING and not any(u.id in ids for v in node.outputs for u in reader.users(v)):
-            ids.remove(node.id)
+    while dropped := {n.id for n in order if n.id in ids and _stays(reader, n, ids)}:
+        ids -= dropped
     return [n for n in order if n.id in ids]
+
+
+def _stays(reader: Reader, node: Node, ids: set[Value]) -> bool:
+    """Whether one of these nodes should stay one of float16: it moves elements for others alone, and float16 takes half
+    of the time, or somebody else would see what was not rounded.
+    """
+    moves = node.op in MOVING and not any(u.id in ids for v in node.outputs for u in reader.users(v))
+    return moves or _misleads(reader, node, ids)
 
 
 def _around(reader: Reader, node: Node) -> list[Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy.typing as npt
 from rewrite_rules.elementwise import given
 from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, DType, Node, Value
+from xrlflow.ops.continuity import MOVING
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, profitable, require
 
-_SINGLE = int(DType.FLOAT)
+_SINGLE, _DOUBLE = int(DType.FLOAT), int(DType.DOUBLE)
 # Sums of integers below this number are exact in float32, in any order.
 _EXACT = 1 << 24
 _BYTE = 255  # the greatest distance of two bytes of one type
@@ -225,6 +226,8 @@ def _quantised(reader: Reader, node: Node) -> _Group:
     (quantised,) = node.outputs
     if node.types[0].dtype != DType.INT8 or reader.is_const(node.inputs[0]) or reader.is_output(quantised):
         return ()
+    if reader.type(node.inputs[0]).dtype != DType.FLOAT:  # the kernel for float16 saturates wrongly
+        return ()
     group = (node, *reader.users(quantised))
     return group if all(_is_constant(reader, user, quantised) for user in group) else ()
 
@@ -294,7 +297,7 @@ class StoreQuantisedWeights(Rule, family="precision"):
         return op.QuantizeLinear(w, s, z, axis="a")
 
     def where(self, m: Captures, w: Val, s: Val, z: Val | None) -> None:
-        require(w.dtype == s.dtype == DType.FLOAT, "the numbers are not of float32")
+        profitable(w.dtype == s.dtype == DType.FLOAT, "the numbers are not of float32")
         require(z is None or z.dtype in (DType.INT8, DType.UINT8), "the result is not of bytes")
         require(s.rank == 0 or s.rank == 1, "there is a scale for each block")
         fits = s.rank == 0 or (-w.rank <= m.a < w.rank and s.shape[0] == w.shape[m.a])
@@ -302,11 +305,14 @@ class StoreQuantisedWeights(Rule, family="precision"):
 
     def target(self, op: Op, m: Captures, w: Val, s: Val, z: Val | None) -> Any:
         stored = DType.UINT8 if z is None else z.dtype
-        steps = op.Round(op.Div(w, _along(op, s, w.rank, m.a)))
+        # The constant is evaluated in float64, but QuantizeLinear divides in float32: the Cast rounds.
+        quotient = op.Div(op.Cast(w, to=_DOUBLE), _along(op, op.Cast(s, to=_DOUBLE), w.rank, m.a))
+        steps = op.Round(op.Cast(quotient, to=_SINGLE))
         if z is not None:
             steps = op.Add(steps, _along(op, op.Cast(z, to=_SINGLE), w.rank, m.a))
         low, high = (-128.0, 127.0) if stored == DType.INT8 else (0.0, 255.0)
-        return op.Cast(op.Clip(steps, low, high), to=int(stored))
+        numbers = op.Where(op.IsNaN(steps), op.constant(np.float32(low)), op.Clip(steps, low, high))
+        return op.Cast(numbers, to=int(stored))
 
 
 class DequantiseWeightsOnce(RegionRule, family="precision"):
@@ -338,6 +344,8 @@ class DequantiseWeightsOnce(RegionRule, family="precision"):
         if weights is None or weights.op != "DequantizeLinear" or weights.types[0].dtype != DType.FLOAT:
             return None
         quantised = given(weights.inputs)
+        if reader.type(quantised[1]).dtype != DType.FLOAT:
+            return None
         shapes = {reader.type(v).shape for v in quantised[1:]}
         if len(shapes) > 1 or len(shapes.pop() or ()) > 1 or not all(map(reader.is_const, quantised)):
             return None
@@ -358,20 +366,29 @@ class DequantiseWeightsOnce(RegionRule, family="precision"):
         return op[node.op](x, op.Mul(weights, scale), *bias, attrs=node.attrs)
 
 
+# Operators through which ONNX Runtime moves quantisations, or which it fuses with a convolution.
+_THROUGH = MOVING | {"Clip", "LeakyRelu", "MaxPool", "Relu"}
+
+
 def _is_fused(reader: Reader, node: Node) -> bool:
-    """Whether ONNX Runtime makes an operator of bytes of a convolution, which stands between bytes, perhaps with a
-    function behind it. It would quantise weights of floats once more, to other numbers.
+    """Whether ONNX Runtime makes an operator of bytes of a convolution, which stands between bytes, perhaps with some
+    operators in between. It would quantise weights of floats once more, to other numbers.
     """
-    image = reader.producer(node.inputs[0])
-    return image is not None and image.op == "DequantizeLinear" and _ends_in_bytes(reader, node.outputs[0])
+    above = _reached(lambda n: [p for v in n.inputs[:1] if v != ABSENT and (p := reader.producer(v))], node)
+    below = _reached(lambda n: [u for v in n.outputs for u in reader.users(v)], node)
+    return "DequantizeLinear" in above and "QuantizeLinear" in below
 
 
-def _ends_in_bytes(reader: Reader, value: Value) -> bool:
-    return any(
-        user.op == "QuantizeLinear"
-        or (user.op in ("Clip", "LeakyRelu", "Relu") and _ends_in_bytes(reader, user.outputs[0]))
-        for user in reader.users(value)
-    )
+def _reached(following: Callable[[Node], list[Node]], node: Node) -> set[str]:
+    """The operators that follow a node, and those through which quantisations are moved."""
+    seen, pending = dict[Value, Node](), following(node)
+    while pending:
+        other = pending.pop()
+        if other.id not in seen:
+            seen[other.id] = other
+            if other.op in _THROUGH:
+                pending += following(other)
+    return {n.op for n in seen.values()}
 
 
 class QuantiseBeforeRelu(Rule, family="precision"):
@@ -404,6 +421,11 @@ class QuantiseBeforeRelu(Rule, family="precision"):
         image = op.DequantizeLinear(x, t, u, attrs="i")
         weights = op.DequantizeLinear(w, r, o, attrs="j")
         return op.QuantizeLinear(op.Relu(op.Conv(image, weights, b, attrs="c")), s, z)
+
+    def where(self, s: Val, z: Val | None) -> None:
+        profitable(z is None or z.dtype in (DType.INT8, DType.UINT8), "the result is not of bytes")
+        # For larger scales, products with bytes overflow.
+        accurate(0 < s.scalar < 1e36, "the scale is no ordinary number")
 
     def target(
         self, op: Op, m: Captures, x: Val, t: Val, u: Val | None, w: Val, r: Val, o: Val | None, b: Val | None, s: Val,

@@ -163,3 +163,43 @@ def test_a_relu_behind_a_quantisation_rounds_nothing() -> None:
     for scale in (0.3, 7.0, 1e-3, 1e-39):
         proto = model(source, **(WEIGHTS | SCALES | {"t": np.float32(scale)}))
         _equal(QuantiseBeforeRelu(), proto, {"p": rng.integers(0, 256, (1, 3, 9, 9)).astype(np.uint8)})
+
+
+def test_quotients_are_rounded_as_in_float32() -> None:
+    """A quotient that float32 rounds to a tie is another one in float64."""
+    scales = np.float32([0.025391987, 0.029998085, 0.04433502])
+    steps = np.arange(-120, 120, dtype=np.float32) + np.float32(0.5)
+    weights = np.concatenate([scales[:, None] * steps, np.float32([[np.nan] * 240])]).astype(np.float32)
+    source = (
+        "agraph (float[N,240] x) => (y) "
+        "{ q = QuantizeLinear<axis=0>(w, s, z) v = DequantizeLinear<axis=0>(q, s, z) y = Add(x, v) }"
+    )
+    consts = {"w": weights, "s": np.append(scales, np.float32(0.1)), "z": np.int8([3, -3, 0, -3])}
+    _equal(StoreQuantisedWeights(), model(source, **consts), {"x": np.zeros((4, 240), np.float32)})
+
+
+@pytest.mark.parametrize("op", ["Transpose", "Identity", "MaxPool<kernel_shape=[1,1]>"])
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_weights_stay_quantised_where_quantisations_are_moved(op: str, place: str) -> None:
+    before, behind = (op, "Identity") if place == "before" else ("Identity", op)
+    source = (
+        f"agraph (uint8[1,3,4,4] p) => (y) {{ x = DequantizeLinear(p, s) a = {before}(x) v = DequantizeLinear(w, s, z) "
+        f"c = Conv(a, v) b = {behind}(c) y = QuantizeLinear(b, t) }}"
+    )
+    refuses(DequantiseWeightsOnce(), model(source, **(WEIGHTS | SCALES)))
+
+
+def test_a_long_chain_behind_a_convolution_is_followed() -> None:
+    chain = " ".join(f"r{i + 1} = Relu(r{i})" for i in range(1500))
+    source = (
+        "agraph (uint8[1,3,4,4] p) => (y) { x = DequantizeLinear(p, s) v = DequantizeLinear(w, s, z) r0 = Conv(x, v) "
+        f"{chain} y = QuantizeLinear(r1500, t) }}"
+    )
+    refuses(DequantiseWeightsOnce(), model(source, **(WEIGHTS | SCALES)))
+
+
+def test_scales_of_float16_stay() -> None:
+    source = "agraph (float[1,3,4,4] x) => (y) { v = DequantizeLinear<output_dtype=1, axis=0>(w, s) y = Conv(x, v) }"
+    refuses(DequantiseWeightsOnce(), model(source, **WEIGHTS, s=np.float16([0.1, 0.2, 0.3, 0.4])))
+    source = "agraph (float16[1,3] x) => (y) { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }"
+    refuses(QuantiseUnsigned(), model(source, s=np.float16(0.1), z=np.int8(3)))

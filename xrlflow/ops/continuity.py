@@ -1,8 +1,8 @@
 """Which operands of an operator may lose a rounding.
 
-A rounding to a narrow type changes a number a little. Most operators then change their results a little, too. Some
-jump: Floor gives another integer, Less another answer, Sqrt gives NaN for a number just below zero. Such an operator
-must read the number that the model rounds.
+A rounding to a narrow type changes a number a little. Most operators then change their results continuously (though a
+normalisation or a quotient may multiply the change). Some jump: Floor gives another integer, Less another answer, Sqrt
+gives NaN for a number just below zero. Such an operator must read the number that the model rounds.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ LessOrEqual Log LpNormalization Mod Pow ReduceLogSum Round Sign Sqrt Tan TopK
 MOVING = frozenset(_MOVING.split())
 CONTINUOUS = frozenset(_CONTINUOUS.split()) | MOVING
 JUMPING = frozenset(_JUMPING.split())
+_RECURRENT = frozenset(["GRU", "LSTM", "RNN"])
 # Normalisations divide by the root of a variance: with `epsilon` 0, equal numbers become 0 / 0.
 _NORMALISING = frozenset(
     [
@@ -67,6 +68,12 @@ def keeps_rounding(graph: Producers, node: Node, operand: int) -> bool:
         return operand == 1
     if node.op not in CONTINUOUS:
         return True
+    if node.op == "MaxPool" and len(node.outputs) > 1:  # it says where each maximum is
+        return True
+    if (
+        node.op in _RECURRENT and "activations" in node.attrs
+    ):  # ThresholdedRelu is among those that it may name
+        return True
     epsilon = node.attrs.get("epsilon", _EPSILON) if node.op in _NORMALISING else _EPSILON
     if not isinstance(epsilon, float) or epsilon <= 0:
         return True
@@ -97,7 +104,6 @@ _POSITIVE = frozenset(
 _SUMS = {
     "Add": 2,
     "AveragePool": 1,
-    "Cast": 1,
     "Div": 2,
     "GlobalAveragePool": 1,
     "Identity": 1,
