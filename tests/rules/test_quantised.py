@@ -11,7 +11,6 @@ from rewrite_rules.quantised import (
     ConvolveUnsignedWeights,
     DequantiseWeightsOnce,
     QuantiseAllUnsigned,
-    QuantiseBeforeRelu,
     QuantiseUnsigned,
     StoreQuantisedWeights,
 )
@@ -152,17 +151,6 @@ def test_weights_between_bytes_stay_quantised(end: str) -> None:
     refuses(DequantiseWeightsOnce(), model(source, **consts))
     freed = source.replace(f"y = QuantizeLinear({last}, t)", f"g = Abs({last}) y = QuantizeLinear(g, t)")
     applies(DequantiseWeightsOnce(), model(freed, **consts))
-
-
-def test_a_relu_behind_a_quantisation_rounds_nothing() -> None:
-    source = (
-        "agraph (uint8[1,3,9,9] p) => (y) { x = DequantizeLinear(p, s) v = DequantizeLinear(w, s, z) c = Conv(x, v) "
-        "r = Relu(c) q = QuantizeLinear(r, t, z) y = DequantizeLinear(q, t, z) }"
-    )
-    rng = np.random.default_rng(3)
-    for scale in (0.3, 7.0, 1e-3, 1e-39):
-        proto = model(source, **(WEIGHTS | SCALES | {"t": np.float32(scale)}))
-        _equal(QuantiseBeforeRelu(), proto, {"p": rng.integers(0, 256, (1, 3, 9, 9)).astype(np.uint8)})
 
 
 def test_quotients_are_rounded_as_in_float32() -> None:
