@@ -153,17 +153,12 @@ def test_weights_between_bytes_stay_quantised(end: str) -> None:
     applies(DequantiseWeightsOnce(), model(freed, **consts))
 
 
-def test_quotients_are_rounded_as_in_float32() -> None:
-    """A quotient that float32 rounds to a tie is another one in float64."""
-    scales = np.float32([0.025391987, 0.029998085, 0.04433502])
-    steps = np.arange(-120, 120, dtype=np.float32) + np.float32(0.5)
-    weights = np.concatenate([scales[:, None] * steps, np.float32([[np.nan] * 240])]).astype(np.float32)
-    source = (
-        "agraph (float[N,240] x) => (y) "
-        "{ q = QuantizeLinear<axis=0>(w, s, z) v = DequantizeLinear<axis=0>(q, s, z) y = Add(x, v) }"
-    )
-    consts = {"w": weights, "s": np.append(scales, np.float32(0.1)), "z": np.int8([3, -3, 0, -3])}
-    _equal(StoreQuantisedWeights(), model(source, **consts), {"x": np.zeros((4, 240), np.float32)})
+def test_what_is_no_number_becomes_the_least_byte() -> None:
+    weights = np.float32([[np.nan, 0.5, np.inf, -np.inf, 3e38]])
+    source = "agraph (float[N,5] x) => (y) { q = QuantizeLinear(w, s, z) v = DequantizeLinear(q, s, z) y = Add(x, v) }"
+    for zero in (np.int8(-3), np.uint8(3)):
+        proto = model(source, w=weights, s=np.float32(0.1), z=zero)
+        _equal(StoreQuantisedWeights(), proto, {"x": np.zeros((1, 5), np.float32)})
 
 
 @pytest.mark.parametrize("op", ["Transpose", "Identity", "MaxPool<kernel_shape=[1,1]>"])
