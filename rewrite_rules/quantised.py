@@ -108,7 +108,7 @@ class ConvolveIntegersInFloat32(Rule, family="precision"):
         f"agraph (uint8[1,2,3,H] x) => (y) <uint8[1,2,1,1] w = {_numbers(2, 128)}> "
         "{ p = ConvInteger(x, w) y = Cast<to=1>(p) }",
     )
-    # 520 products of 255 and 127 need more than 24 bits; 519 of them, and as many negative ones, do not.
+    # 520 products of 255 and 127 need more than 24 bits; 518 of them, and as many negative ones, do not.
     near_misses = (
         f"agraph (uint8[1,520,1] x, uint8 z) => (y) <int8[1,520,1] w = {{{','.join(['127'] * 520)}}}> "
         "{ p = ConvInteger(x, w, z) y = Cast<to=1>(p) }",

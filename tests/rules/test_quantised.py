@@ -38,7 +38,7 @@ def _convolution(weights: np.ndarray) -> onnx.ModelProto:
 
 
 def test_the_greatest_sums_of_24_bits_are_exact() -> None:
-    """517 products of 255 and 127 are just below 2^24; negative weights as many as positive ones do not add to them."""
+    """518 products of 255 and 127 are just below 2^24; negative weights as many as positive ones do not add to them."""
     weights = np.repeat(np.int8([[[127]], [[-127]]]), 518, axis=1)
     mixed = np.concatenate([weights, -weights], axis=1)
     rng = np.random.default_rng(0)

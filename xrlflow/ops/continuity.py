@@ -70,9 +70,8 @@ def keeps_rounding(graph: Producers, node: Node, operand: int) -> bool:
         return True
     if node.op == "MaxPool" and len(node.outputs) > 1:  # it says where each maximum is
         return True
-    if (
-        node.op in _RECURRENT and "activations" in node.attrs
-    ):  # ThresholdedRelu is among those that it may name
+    # ThresholdedRelu is among the activations that an attribute may name.
+    if node.op in _RECURRENT and "activations" in node.attrs:
         return True
     epsilon = node.attrs.get("epsilon", _EPSILON) if node.op in _NORMALISING else _EPSILON
     if not isinstance(epsilon, float) or epsilon <= 0:

@@ -312,8 +312,8 @@ class _Declared:
     # each input would cost. This happens if a sum is grouped otherwise, or if x * (y - z) becomes x * y - x * z. It is
     # acceptable because inputs are mostly rounded results themselves. A rule that loses more must assume "approximate".
     may_round_inputs: ClassVar[bool] = False
-    # The left side rounds results in between to float16; the right side keeps them in float32, and equals the exact
-    # result rounded once. So a number that overflows in between stays one.
+    # The right side leaves out roundings to float16 that nobody sees (`prover.half`), and makes all others. So a number
+    # that overflows in between stays one.
     rounds_once: ClassVar[bool] = False
     # Errors of the left side where the right side may have a value: for sizes that do not fit together ("sizes"), for
     # an index or a size that is an operand and out of range ("indices").
