@@ -17,6 +17,7 @@ from rewrite_rules.quantised import (
 from tests.rules.harness import alone, applies, model, refuses, rewritten, run
 from xrlflow.ir import DType
 from xrlflow.onnxio import load
+from xrlflow.prover.machine import MACHINE, evaluation
 from xrlflow.rewrite import AnyRule, RewriteState
 
 SCALES = {"s": np.float32(0.1), "t": np.float32(0.3), "z": np.int8(-3)}
@@ -99,6 +100,15 @@ CHAIN = (
 @pytest.mark.parametrize("rule", [QuantiseUnsigned(), QuantiseAllUnsigned()], ids=lambda r: r.name)
 def test_signed_and_unsigned_bytes_mean_the_same(rule: AnyRule) -> None:
     _equal(rule, model(CHAIN, **SCALES), {"x": NUMBERS})
+
+
+@pytest.mark.parametrize("zero", [np.int8(-3), np.uint8(125)])
+def test_quantised_numbers_are_evaluated_as_they_run(zero: np.generic) -> None:
+    proto = model("agraph (float[N,12] x) => (y) { y = QuantizeLinear(x, s, z) }", s=SCALES["s"], z=zero)
+    graph = load(proto).graph
+    with np.errstate(all="ignore"):
+        (found,) = evaluation(graph).run({graph.inputs[0]: NUMBERS.astype(np.float64)}, MACHINE)
+    np.testing.assert_array_equal(found, run(proto, {"x": NUMBERS})[0])
 
 
 def test_all_that_operators_connect_becomes_unsigned_at_once() -> None:
