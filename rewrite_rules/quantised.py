@@ -389,3 +389,51 @@ def _reached(following: Callable[[Node], list[Node]], node: Node) -> set[str]:
             if other.op in _THROUGH:
                 pending += following(other)
     return {n.op for n in seen.values()}
+
+
+class QuantiseBeforeRelu(Rule, family="precision"):
+    """quantise(relu(x), s, z) -> quantise(leakyrelu(dequantise(quantise(x, s, z), s, z)), s, z)  for a convolution x.
+
+    ONNX Runtime makes operators of bytes of the convolution, and of LeakyRelu (with the slope 0), but not of Relu. The
+    first quantisation rounds as the last one does, and the last one rounds nothing.
+    """
+
+    backend = "onnxruntime"
+    proof = "numeric"
+    relies_on = "what is dequantised is quantised to the same bytes again"
+    unpriced = True
+    optional = ("u", "o", "b", "z")
+    shapes = "x[...] t[]:const u[]:const w[...]:const r[...]:const o[...]:const b[...]:const s[]:const z[]:const"
+    examples = graphs(
+        f"(uint8[N,2,5] p) => (float[N,3,3] y) <int8[3,2,3] v = {_numbers(18)}, float s = {{0.1}}, uint8 z = {{9}}, "
+        "int8 o = {0}> { x = DequantizeLinear(p, s, z) w = DequantizeLinear(v, s, o) c = Conv(x, w) r = Relu(c) "
+        "q = QuantizeLinear(r, s, z) y = DequantizeLinear(q, s, z) }",
+        f"(uint8[1,2,4,4] p) => (q) <int8[3,2,2,2] v = {_numbers(24)}, float[3] t = {{0.1,0.3,0.2}}, "
+        "float s = {0.2}, uint8 z = {7}, float[3] b = {-1.5,2.5,7.0}> { x = DequantizeLinear(p, s, z) "
+        "w = DequantizeLinear<axis=0>(v, t) c = Conv<pads=[1,0,1,0]>(x, w, b) r = Relu(c) "
+        "q = QuantizeLinear(r, s, z) }",
+        f"(uint8[1,2,4,4] p) => (q) <int8[2,1,2,2] v = {_numbers(8)}, float s = {{0.2}}> "
+        "{ x = DequantizeLinear(p, s) w = DequantizeLinear(v, s) c = Conv<group=2>(x, w) r = Relu(c) "
+        "q = QuantizeLinear(r, s) }",
+    )
+
+    def source(self, op: Op, x: Any, t: Any, u: Any, w: Any, r: Any, o: Any, b: Any, s: Any, z: Any) -> Any:
+        image = op.DequantizeLinear(x, t, u, attrs="i")
+        weights = op.DequantizeLinear(w, r, o, attrs="j")
+        return op.QuantizeLinear(op.Relu(op.Conv(image, weights, b, attrs="c")), s, z)
+
+    def where(self, x: Val, s: Val, z: Val | None) -> None:
+        # Signed bytes become unsigned ones first (`QuantiseAllUnsigned`): there is no kernel for a mixture.
+        profitable(x.dtype == DType.UINT8, "the image is not of unsigned bytes")
+        profitable(z is None or z.dtype == DType.UINT8, "the result is not of unsigned bytes")
+        # For larger scales, products with bytes overflow.
+        accurate(0 < s.scalar < 1e36, "the scale is no ordinary number")
+
+    def target(
+        self, op: Op, m: Captures, x: Val, t: Val, u: Val | None, w: Val, r: Val, o: Val | None, b: Val | None, s: Val,
+        z: Val | None,
+    ) -> Any:  # fmt: skip
+        image = op.DequantizeLinear(x, t, u, attrs=m.i)
+        weights = op.DequantizeLinear(w, r, o, attrs=m.j)
+        inner = op.QuantizeLinear(op.Conv(image, weights, b, attrs=m.c), s, z)
+        return op.QuantizeLinear(op.LeakyRelu(op.DequantizeLinear(inner, s, z), alpha=0.0), s, z)

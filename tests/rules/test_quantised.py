@@ -11,6 +11,7 @@ from rewrite_rules.quantised import (
     ConvolveUnsignedWeights,
     DequantiseWeightsOnce,
     QuantiseAllUnsigned,
+    QuantiseBeforeRelu,
     QuantiseUnsigned,
     StoreQuantisedWeights,
 )
