@@ -20,7 +20,7 @@ from xrlflow.verify import Verification, cuts, quantised, verify
 from xrlflow.verify.cuts import Uncut, as_proto, perturbed_constants, showing, twins
 from xrlflow.verify.layers import Layer, Layers, is_quantised
 from xrlflow.verify.meaning import Difference, Sample
-from xrlflow.verify.quantised import Judged, Quantised, judge_whole, variation
+from xrlflow.verify.quantised import Counts, Exactness, Judged, Quantised, judge_whole, variation
 from xrlflow.verify.runner import Runner, opened
 
 NET = """
@@ -171,18 +171,32 @@ ties (float[64] x) => (float[64] y) {
 
 def ties(text: str = TIES) -> onnx.ModelProto:
     return model(
-        text, tenth=np.float32(0.1), ten=np.float32(10), one=np.float32(1), z=np.uint8(3), big=np.float32(50)
-    )
+        text, tenth=np.float32(0.1), ten=np.float32(10), one=np.float32(1), z=np.uint8(3), big=np.float32(50),
+        small=np.float32(1e-3),
+    )  # fmt: skip
 
 
 def test_a_tie_that_falls_the_other_way_is_no_difference() -> None:
     """5 * 0.1 is above 0.5, and 0.5 in float32, as 5 / 10 is: whole outputs differ by 50."""
     x = {"x": np.arange(64, dtype=np.float32) * 5}
-    for other in (TIES.replace("Mul(x, tenth)", "Div(x, ten)"), TIES):
+    by_ten = TIES.replace("Mul(x, tenth)", "Div(x, ten)")
+    for other in (by_ten, TIES):
         judged = judge(ties(), ties(other), [x])
         assert judged.passed, judged.failures
         assert judged.counts.ties > 0
         assert "within one step at rounding ties" in str(judged.counts)
+        assert str(judged.counts.exactness) == "as the runtime"
+    above = by_ten.replace("m = Div(x, ten)", "n = Add(x, small) m = Div(n, ten)")
+    judged = judge(ties(by_ten), ties(above), [x])
+    assert judged.passed, judged.failures
+    assert str(judged.counts.exactness) == "within 1 step"
+
+
+def test_the_least_exact_tensor_counts() -> None:
+    kinds = [Exactness(2), Exactness(1, 9), Exactness(0, 9), Exactness()]
+    assert sorted(kinds, reverse=True) == kinds
+    assert [str(kind) for kind in kinds] == ["within 2 steps", "within 1 step", "as the runtime", "exact"]
+    assert (Counts(exactness=kinds[1]) + Counts(exactness=kinds[2])).exactness == Exactness(1, 18)
 
 
 def test_one_step_away_from_a_tie_is_a_difference() -> None:
@@ -607,9 +621,11 @@ def test_what_the_runtime_makes_of_the_original_is_right_too() -> None:
     assert same.passed
     assert same.counts.runtime > 0
     assert "as ONNX Runtime computes the original" in str(same.counts)
+    assert str(same.counts.exactness) == "as the runtime"
     right = result.judge(soft(SPELT).SerializeToString())
     assert right.passed, right.failures
     assert right.counts.runtime == 0
+    assert str(right.counts.exactness) == "exact"
 
 
 def test_what_is_neither_is_wrong() -> None:
@@ -851,5 +867,6 @@ def test_equal_infinities_are_no_difference_and_warn_of_nothing() -> None:
 
 def test_a_verification_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     result: Verification = verify(net(), net())
-    assert "(layers)" in result.message()
+    assert "(layers exact)" in result.message()
     assert result.to_json()["outputs"][0]["judged_by"] == "layers"
+    assert result.to_json()["exactness"] == "exact"

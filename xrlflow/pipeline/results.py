@@ -184,6 +184,9 @@ def _report(
         trials=finished.selection.trials if finished.selection is not None else (),
         kernel_nodes=finished.hybrid.nodes if finished.hybrid is not None else 0,
         algorithms=finished.algorithms,
+        exactness=str(verification.exactness)
+        if verification is not None and verification.exactness is not None
+        else "",
     )
 
 

@@ -239,6 +239,7 @@ def together(checks: Sequence[Verification]) -> Verification:
         values=tuple(dict.fromkeys(value for check in checks for value in check.values)),
         left_out=tuple(dict.fromkeys(text for check in checks for text in check.left_out)),
         unexercised=unexercised,
+        exactness=max((c.exactness for c in checks if c.exactness is not None), default=None),
     )
 
 

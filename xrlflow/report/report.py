@@ -48,6 +48,7 @@ class Report:
     trials: tuple[Trial, ...] = field(default=())
     kernel_nodes: int = 0  # number of nodes that run in generated kernels
     algorithms: tuple[AlgorithmChoice, ...] = field(default=())
+    exactness: str = ""  # of a quantised model: exact, as the runtime, or within a number of steps
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data. Times are in milliseconds if the key says so, else in seconds."""
@@ -70,6 +71,7 @@ class Report:
             "processes": self.processes,
             "verified": self.verified,
             "max_error": self.max_error,
+            "exactness": self.exactness or None,
             "seconds": self.seconds,
             "phases": dict(self.phases),
             "returned_original": self.returned_original,

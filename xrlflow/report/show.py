@@ -90,7 +90,7 @@ def optimization(report: Report, output: str) -> None:
         summary.add_row("what decided before", ratio(report.decided))
     if report.control is not None:
         summary.add_row("original against itself", ratio(report.control))
-    summary.add_row("verification", _verdict(report.verified, report.max_error))
+    summary.add_row("verification", _verdict(report.verified, report.max_error, report.exactness))
     summary.add_row("time", f"{report.seconds:.1f} s: {_phase_times(report)}")
     _console.print(summary)
     for note in report.notes:
@@ -128,8 +128,9 @@ def _phase_times(report: Report) -> str:
     return ", ".join(f"{name} {seconds:.1f}" for name, seconds in [*parts, ("other", max(other, 0.0))])
 
 
-def _verdict(verified: bool | None, error: float | None) -> str:
+def _verdict(verified: bool | None, error: float | None, exactness: str = "") -> str:
     verdict = {True: "equal", False: "DIFFERENT", None: "not checked"}[verified]
+    verdict = f"{verdict}, layers {exactness}" if exactness else verdict
     return verdict if error is None else f"{verdict}, largest deviation {error:.2e}"
 
 

@@ -38,7 +38,7 @@ from xrlflow.verify.input_constraints import random_operators
 from xrlflow.verify.inputs import Case, user_case
 from xrlflow.verify.isolated import run_isolated
 from xrlflow.verify.near_ties import undecided
-from xrlflow.verify.quantised import Judged, Quantised, judge_whole, samples_of
+from xrlflow.verify.quantised import Exactness, Judged, Quantised, judge_whole, samples_of
 from xrlflow.verify.reference import Sizes
 from xrlflow.verify.reruns import Reruns
 from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
@@ -103,6 +103,7 @@ class Verification:
     values: tuple[str, ...] = ()  # the kinds of values besides ordinary ones
     left_out: tuple[str, ...] = ()  # sizes that were too large to run, with reasons
     unexercised: tuple[str, ...] = ()  # branches that no input reached
+    exactness: Exactness | None = None  # of a quantised model whose layers were judged
 
     @property
     def verified(self) -> bool:
@@ -140,6 +141,7 @@ class Verification:
             "status": self.status.value,
             "verified": self.verified,
             "max_error": _finite(self.max_error),
+            "exactness": None if self.exactness is None else str(self.exactness),
             "cases": self.cases,
             "bindings": [dict(b) for b in self.bindings],
             "values": list(self.values),
@@ -170,6 +172,10 @@ class Verification:
         """
         if self.status is Status.VERIFIED:
             criteria = sorted({o.judgement.criterion.value for o in self.outputs})
+            if self.exactness is not None:
+                criteria = [
+                    f"layers {self.exactness}" if c == Criterion.LAYERS.value else c for c in criteria
+                ]
             return (
                 f"verified on {self.cases} sets of inputs, {max(1, len(self.bindings))} sizes ({', '.join(criteria)}), "
                 f"greatest difference {self.max_error:.3g}"
@@ -759,7 +765,7 @@ def _with_layers(verification: Verification, judged: Judged) -> Verification:
         return verification
     if not judged.failures:
         note = f"layer by layer, on {judged.samples} sets of inputs: {judged.counts}"
-        return replace(verification, notes=(*verification.notes, note))
+        return replace(verification, notes=(*verification.notes, note), exactness=judged.counts.exactness)
     rows = [
         replace(r, judgement=replace(r.judgement, reason=judged.failures[0], worst=None))
         if r.judgement.criterion is Criterion.LAYERS and r.judgement.passed

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,25 @@ _MOVES = 4
 _MOST_ELEMENTS = 30_000_000
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Exactness:
+    """How near the quantised tensors of a new model are to what the original means, each computed from the exact ones
+    before it. A greater one is less exact.
+
+    `steps`: the greatest difference, of elements that also differ from ONNX Runtime's result for the original. A
+    scale that is computed, and differs in its last bits, counts as one step. `runtime`: the number of elements that
+    differ from the exact ones but equal that result.
+    """
+
+    steps: int = 0
+    runtime: int = 0
+
+    def __str__(self) -> str:
+        if self.steps:
+            return f"within {self.steps} step{'s' if self.steps > 1 else ''}"
+        return "as the runtime" if self.runtime else "exact"
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """How many elements of a model's quantised tensors ONNX Runtime computes exactly, and why the other elements
@@ -75,6 +95,7 @@ class Counts:
     ties: int = 0  # elements that differ by a tie
     rounded: int = 0  # elements that differ more, within the window
     runtime: int = 0  # elements that equal what ONNX Runtime computes for the original, but not its meaning
+    exactness: Exactness = Exactness()
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -83,6 +104,10 @@ class Counts:
             self.ties + other.ties,
             self.rounded + other.rounded,
             self.runtime + other.runtime,
+            Exactness(
+                max(self.exactness.steps, other.exactness.steps),
+                self.exactness.runtime + other.exactness.runtime,
+            ),
         )
 
     def __str__(self) -> str:
@@ -135,10 +160,13 @@ class _RunResult:
 
 
 def _compare_run(
-    meaning: Meaning, run: Mapping[str, Array], others: Callable[[Value], list[Array]] = lambda _: []
+    meaning: Meaning,
+    run: Mapping[str, Array],
+    others: Callable[[Value], list[Array]] = lambda _: [],
+    usual: Callable[[Value], list[Array]] = lambda _: [],
 ) -> _RunResult:
     """Compare a run of the parts with what they mean. `others`: a function to the further results that a tensor or
-    output may equal.
+    output may equal; `usual`: to those of the original at the user's optimisation level.
     """
     result = _RunResult(counts=Counts(tensors=len(meaning.model.cuts)))
     for value, name in meaning.model.cuts.items():
@@ -162,7 +190,9 @@ def _compare_run(
             np.count_nonzero(beyond_tie & ~beyond_window),
             np.count_nonzero(beyond_window & ~wrong),
         )
-        result.counts += Counts(0, array.size, ties, int(rounded), int(runtime))
+        usual_results = usual(value) if differs.any() else []
+        exactness = _exactness(meaning.given[value], array, shift, usual_results)
+        result.counts += Counts(0, array.size, ties, int(rounded), int(runtime), exactness)
     for value, name in zip(meaning.model.graph.outputs, meaning.model.output_names):
         if value in meaning.layers:
             continue
@@ -173,6 +203,20 @@ def _compare_run(
                 replace(differences[0], name=name) if differences[0] else Difference(name, 0, 0, 0)
             )
     return result
+
+
+def _exactness(exact: Array, array: Array, shift: int, usual: Sequence[Array]) -> Exactness:
+    """The exactness of a tensor that ONNX Runtime computed. `exact`: what the original means by it."""
+    differs = unlike = array != exact
+    for other in usual:
+        if other.shape == array.shape:
+            unlike = unlike & (array != other)
+    if is_float(exact):
+        steps = int(unlike.any())
+    else:
+        distances = np.abs(array.astype(np.float64) - shift - exact)
+        steps = int(np.max(distances, initial=0.0, where=unlike))
+    return Exactness(steps, int(np.count_nonzero(differs & ~unlike)))
 
 
 def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[Array, Array, int]:
@@ -354,7 +398,8 @@ class Quantised:
         with self._opened(compared[0].meaning.showing(cut=True)) as runner:
             for original, comparison in zip(self._meanings, compared):
                 run = _run(runner, comparison.meaning)
-                results.append(_compare_run(comparison.meaning, run, self._others(original, comparison)))
+                others = self._others(original, comparison)
+                results.append(_compare_run(comparison.meaning, run, others, partial(others, plain=False)))
         wrong = _worst(s.wrong for s in results)
         if wrong:
             return self._failed(
@@ -368,19 +413,23 @@ class Quantised:
         counts = sum((s.counts for s in results), Counts())
         return Judged(samples=len(results), counts=counts)
 
-    def _others(self, original: Meaning, comparison: Comparison) -> Callable[[Value], list[Array]]:
-        """A function from a value of the new model to what ONNX Runtime computes for the same value of the original."""
+    def _others(self, original: Meaning, comparison: Comparison) -> Callable[..., list[Array]]:
+        """A function from a value of the new model to what ONNX Runtime computes for the same value of the original:
+        at the user's optimisation level and, if `plain`, without optimisations.
+        """
         names = {
             **original.model.cuts,
             **dict(zip(original.model.graph.outputs, original.model.output_names)),
         }
         originals = dict(zip(comparison.meaning.model.graph.outputs, original.model.graph.outputs))
 
-        def others(value: Value) -> list[Array]:
-            self._run_plain()
+        def others(value: Value, plain: bool = True) -> list[Array]:
+            if plain:
+                self._run_plain()
+            runs = original.runs if plain else original.runs[:1]
             name = names.get(originals.get(value, comparison.pairs.of[value]))
             layer = comparison.meaning.layers.get(value)
-            results = [] if name is None else [run[name] for run in original.runs]
+            results = [] if name is None else [run[name] for run in runs]
             if layer is None or layer.offsets is None:
                 return results
             dtype = layer.numbers.dtype
