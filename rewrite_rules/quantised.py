@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -403,7 +404,9 @@ class QuantiseBeforeRelu(Rule, family="precision"):
     relies_on = "what is dequantised is quantised to the same bytes again"
     unpriced = True
     optional = ("u", "o", "b", "z")
-    shapes = "x[...] t[]:const u[]:const w[...]:const r[...]:const o[...]:const b[...]:const s[]:const z[]:const"
+    shapes = (
+        "x[...] t[]:const u[]:const w[...]:const r[...]:const o[...]:const b[...]:const s[]:const z[]:const"
+    )
     examples = graphs(
         f"(uint8[N,2,5] p) => (float[N,3,3] y) <int8[3,2,3] v = {_numbers(18)}, float s = {{0.1}}, uint8 z = {{9}}, "
         "int8 o = {0}> { x = DequantizeLinear(p, s, z) w = DequantizeLinear(v, s, o) c = Conv(x, w) r = Relu(c) "
@@ -437,3 +440,146 @@ class QuantiseBeforeRelu(Rule, family="precision"):
         weights = op.DequantizeLinear(w, r, o, attrs=m.j)
         inner = op.QuantizeLinear(op.Conv(image, weights, b, attrs=m.c), s, z)
         return op.QuantizeLinear(op.LeakyRelu(op.DequantizeLinear(inner, s, z), alpha=0.0), s, z)
+
+
+# Beyond so many channels, ONNX Runtime copies images for a convolution of bytes in pieces that are long enough.
+_FEW = 4
+
+
+class ConvolveBlocks(RegionRule, family="precision"):
+    """conv(q(x), w) -> conv(q(spacetodepth(x)), w')  for a convolution of bytes with a stride, of few channels.
+
+    A block of stride x stride pixels becomes one pixel, with the channels of all: the same products are added. ONNX
+    Runtime copies an image of bytes row by row of the kernel, and a row of three channels is short.
+    """
+
+    backend = "onnxruntime"
+    unpriced = True
+    anchors = ("Conv", "QLinearConv")
+    examples = graphs(
+        f"(float[N,3,6,8] x, float s, uint8 z) => (y) <int8[2,3,3,3] w = {_numbers(54)}, float[2] r = {{0.1,0.2}}, "
+        "float t = {0.1}, uint8 u = {7}, float[2] b = {1,-2}> { q = QuantizeLinear(x, s, z) "
+        "p = DequantizeLinear(q, t, u) v = DequantizeLinear<axis=0>(w, r) "
+        "c = Conv<strides=[2,2], pads=[1,1,1,1]>(p, v, b) y = QuantizeLinear(c, s, z) }",
+        f"(float[1,1,6,6] x) => (y) <int8[2,1,2,1] w = {_numbers(4)}, float s = {{0.1}}, int8 z = {{3}}, "
+        "int8 o = {0}> { q = QuantizeLinear(x, s, z) p = DequantizeLinear(q, s, z) v = DequantizeLinear(w, s, o) "
+        "c = Conv<strides=[3,3], pads=[0,2,1,0]>(p, v) r = Relu(c) y = QuantizeLinear(r, s, z) }",
+        f"(float[N,2,8,4] x) => (y) <int8[3,2,3,2] w = {_numbers(36)}, float s = {{0.1}}, uint8 z = {{3}}, "
+        "float[3] r = {0.1,0.2,0.3}, int8[3] o = {0,0,0}, int32[3] b = {1,5,-7}> { q = QuantizeLinear(x, s, z) "
+        "y = QLinearConv<strides=[2,2], pads=[1,0,0,1]>(q, s, z, w, r, o, s, z, b) }",
+    )
+    near_misses = graphs(
+        f"(float[1,1,6,6] x) => (y) <int8[2,1,2,2] w = {_numbers(8)}, float s = {{0.1}}, int8 z = {{3}}, "
+        "int8 o = {1}> { q = QuantizeLinear(x, s, z) p = DequantizeLinear(q, s, z) v = DequantizeLinear(w, s, o) "
+        "c = Conv<strides=[3,3]>(p, v) y = QuantizeLinear(c, s, z) }",
+        f"(float[1,1,7,6] x) => (y) <int8[2,1,2,2] w = {_numbers(8)}, float s = {{0.1}}, int8 z = {{3}}>"
+        " { q = QuantizeLinear(x, s, z) p = DequantizeLinear(q, s, z) v = DequantizeLinear(w, s, z) "
+        "c = Conv<strides=[2,2]>(p, v) y = QuantizeLinear(c, s, z) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        between: tuple[Node, ...] = ()
+        if node.op == "Conv":
+            image, weights = (reader.producer(v) for v in node.inputs[:2])
+            if not _dequantises(image) or not _dequantises(weights) or not _is_fused(reader, node):
+                return None
+            between, (w, *parameters) = (image, weights), weights.inputs
+            axis, quantised = weights.attrs.get("axis", 1), reader.producer(image.inputs[0])
+        else:
+            (w, *parameters), axis = node.inputs[3:6], 0
+            quantised = reader.producer(node.inputs[0])
+        if quantised is None or quantised.op != "QuantizeLinear" or not reader.is_const(w):
+            return None
+        x, numbers = reader.type(quantised.inputs[0]), reader.type(w)
+        blocks = _Blocks.of(node.attrs, x.shape or (), numbers.shape or ())
+        if blocks is None or x.dtype != DType.FLOAT:
+            return None
+        of_image = (*quantised.inputs[1:], *(between[0].inputs[1:] if between else node.inputs[1:3]))
+        require(all(reader.type(v).shape == () for v in given(of_image)), "the image's channels have scales")
+        require(axis == 0 or reader.type(parameters[0]).shape == (), "the scales are not those of channels")
+        require(len(parameters) < 2 or _is_zero(reader, parameters[1]), "the weights have a zero point")
+        nodes = (node, *between, quantised)
+        profitable(all(_is_read_once(reader, n) for n in nodes[1:]), "the bytes are read elsewhere, too")
+        values = dict.fromkeys(v for n in nodes for v in given(n.inputs))
+        inputs = tuple(v for v in values if all(v not in n.outputs for n in nodes))
+        return Region(node.outputs, inputs, nodes, (nodes, blocks))
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        (node, *between, quantised), blocks = region.data
+        values: dict[Value, Any] = dict(zip(region.inputs, inputs))
+
+        def again(n: Node, *first: Any, **attrs: Any) -> Any:
+            rest = (None if v == ABSENT else values[v] for v in n.inputs[len(first) :])
+            return op[n.op](*first, *rest, attrs=n.attrs, **attrs)
+
+        x = op.SpaceToDepth(values[quantised.inputs[0]], blocksize=blocks.stride)
+        image, changed = again(quantised, x), blocks.attrs
+        if not between:
+            w = blocks.weights(op, values[node.inputs[3]])
+            return op.QLinearConv(
+                image, *(values[v] for v in node.inputs[1:3]), w,
+                *(values[v] for v in given(node.inputs[4:])), attrs=node.attrs, **changed,
+            )  # fmt: skip
+        w = blocks.weights(op, values[between[1].inputs[0]])
+        return again(node, again(between[0], image), again(between[1], w), **changed)
+
+
+def _dequantises(node: Node | None) -> TypeGuard[Node]:
+    return node is not None and node.op == "DequantizeLinear" and not node.attrs.get("block_size")
+
+
+def _is_zero(reader: Reader, value: Value) -> bool:
+    return value == ABSENT or (reader.is_const(value) and reader.val(value).uniform == 0)
+
+
+def _is_read_once(reader: Reader, node: Node) -> bool:
+    (output,) = node.outputs
+    return reader.count_users(output) == 1 and not reader.is_output(output)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """A convolution with stride s as one of blocks of s x s pixels: kernel and padding count blocks. The kernel grows
+    by zeros, `front` (of height and width) before it.
+    """
+
+    stride: int
+    front: tuple[int, int]
+    kernel: tuple[int, int]  # in blocks
+    pads: tuple[int, ...]  # in blocks
+    shape: tuple[int, ...]  # of the weights as they are
+
+    @staticmethod
+    def of(attrs: Mapping[str, Any], image: tuple[Any, ...], weights: tuple[Any, ...]) -> _Blocks | None:
+        """None if the convolution has no such form, or gains nothing by it."""
+        strides, plain = attrs.get("strides", ()), ("group", "auto_pad", "dilations")
+        if len(image) != 4 or any(not isinstance(n, int) for n in (*image[1:], *weights)):
+            return None
+        if any(set(np.ravel(attrs.get(name, 1))) - {1, "NOTSET"} for name in plain):
+            return None
+        if len(set(strides)) != 1 or strides[0] < 2 or not 0 < image[1] <= _FEW or 0 in weights:
+            return None
+        (stride, _), pads = strides, attrs.get("pads", (0, 0, 0, 0))
+        front, kernel, begin, end = [], [], [], []
+        for size, width, before, after in zip(image[2:], weights[2:], pads[:2], pads[2:]):
+            front.append(-before % stride)
+            kernel.append(-(-(width + front[-1]) // stride))
+            begin.append((before + front[-1]) // stride)
+            count = (size + before + after - width) // stride + 1
+            end.append(count - 1 + kernel[-1] - size // stride - begin[-1])
+            if size % stride or count < 1 or end[-1] < 0:
+                return None
+        return _Blocks(stride, (front[0], front[1]), (kernel[0], kernel[1]), (*begin, *end), weights)
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """The attributes of the convolution that change."""
+        return {"strides": (1, 1), "pads": self.pads, "kernel_shape": self.kernel}
+
+    def weights(self, op: Op, w: Val) -> Any:
+        """The weights, in SpaceToDepth's order of channels."""
+        (m, c, *widths), (high, wide), s = self.shape, self.kernel, self.stride
+        end = [n * s - width - front for n, width, front in zip(self.kernel, widths, self.front)]
+        padded = op.Pad(w, [0, 0, *self.front, 0, 0, *end])
+        split = op.Transpose(op.Reshape(padded, [m, c, high, s, wide, s]), perm=(0, 3, 5, 1, 2, 4))
+        return op.Reshape(split, [m, s * s * c, high, wide])

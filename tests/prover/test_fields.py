@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 
-from xrlflow.ops.field import NotEvaluable
+from xrlflow.ir import Attrs
+from xrlflow.ops.evaluate import evaluate_node
+from xrlflow.ops.field import Field, NotEvaluable
 from xrlflow.prover.degrees import Degrees, chance, pack, unpack
 from xrlflow.prover.prime import PRIMES, PrimeField, ZeroDenominator
 
@@ -117,3 +120,81 @@ def test_the_chance_that_a_false_rule_passes() -> None:
     assert chance([applied], [applied], d, P) > chance([cube], [cube], d, P)
     d.add(pack(1 << 20, 0, 0), 0.0)
     assert chance([x], [x], d, P) == 1.0  # the counts overflowed
+
+
+# --- quantised numbers ---
+
+
+def _run(field: Field, op: str, *inputs: Any, **attrs: Any) -> np.ndarray:
+    return evaluate_node(op, Attrs(attrs), inputs, 1, field)[0]
+
+
+def test_a_quantised_tensor_is_an_unknown_function_of_what_is_rounded() -> None:
+    field, rng = PrimeField(P, 1), np.random.default_rng(0)
+    x, s, zero = field.draw(rng, (50,)), field.draw(rng, ()), np.array(3, np.uint8)
+    q = _run(field, "QuantizeLinear", x, s, zero)
+    double = [field.mul(a, field.constant(2)) for a in (x, s)]
+    np.testing.assert_array_equal(_run(field, "QuantizeLinear", *double, zero), q)
+    others = [
+        _run(field, "QuantizeLinear", double[0], s, zero),
+        _run(field, "QuantizeLinear", x, s, np.array(4, np.uint8)),
+        _run(field, "QuantizeLinear", x, s, np.array(3, np.int8)),
+        _run(field, "QuantizeLinear", x, s),
+    ]
+    for other in others:
+        assert (other != q).all()
+    np.testing.assert_array_equal(
+        _run(field, "QuantizeLinear", x, s), _run(field, "QuantizeLinear", x, s, np.array(0, np.uint8))
+    )
+
+
+def test_operators_of_bytes_round_what_the_same_operators_of_floats_compute() -> None:
+    field, rng = PrimeField(P, 1), np.random.default_rng(0)
+    q, r = field.draw(rng, (2, 3, 5)), field.draw(rng, (2, 3, 5))
+    s, t, u = (field.draw(rng, ()) for _ in range(3))
+    z, v, n = np.array(3, np.uint8), np.array(-7, np.int8), np.array(9, np.uint8)
+    w, bias = rng.integers(-128, 128, (4, 3, 2)).astype(np.int8), np.int32([5, -700, 3, 0])
+    x, y = _run(field, "DequantizeLinear", q, s, z), _run(field, "DequantizeLinear", r, t, z)
+    weights = _run(field, "DequantizeLinear", w, t, v)
+    fine = _run(field, "DequantizeLinear", bias, field.mul(s, t))
+    pairs = {
+        "QLinearConv": ((q, s, z, w, t, v, u, n, bias), _run(field, "Conv", x, weights, fine)),
+        "com.microsoft::QLinearAdd": ((q, s, z, r, t, z, u, n), field.add(x, y)),
+        "com.microsoft::QLinearMul": ((q, s, z, r, t, z, u, n), field.mul(x, y)),
+        "com.microsoft::QLinearConcat": ((u, n, q, s, z, r, t, z), np.concatenate((x, y))),
+        "com.microsoft::QLinearLeakyRelu": ((q, s, z, u, n), _run(field, "LeakyRelu", x)),
+        "com.microsoft::QLinearGlobalAveragePool": ((q, s, z, u, n), field.mean(x, (2,), True)),
+        "QLinearMatMul": (
+            (q[0], s, z, r[0].T, t, z, u, n),
+            _run(field, "MatMul", x[0], y[0].T),
+        ),
+        "com.microsoft::QGemm": (
+            (q[0], s, z, r[0].T, t, z, bias[:3], u, n),
+            field.add(_run(field, "MatMul", x[0], y[0].T), fine[:3]),
+        ),
+    }
+    for op, (inputs, floats) in pairs.items():
+        attrs = {"alpha": 1.0} if op.endswith("QGemm") else {}
+        expected = _run(field, "QuantizeLinear", floats, u, n)
+        np.testing.assert_array_equal(_run(field, op, *inputs, **attrs), expected, err_msg=op)
+
+
+def test_sums_of_products_of_elements_are_those_of_their_numbers() -> None:
+    field, rng = PrimeField(P, 1), np.random.default_rng(0)
+    q, r = field.draw(rng, (4, 3)), field.draw(rng, (3, 5))
+    z, v, one = np.array(3, np.uint8), np.array(200, np.uint8), np.ones(())
+    product = _run(
+        field, "MatMul", *(_run(field, "DequantizeLinear", a, one, b) for a, b in ((q, z), (r, v)))
+    )
+    np.testing.assert_array_equal(_run(field, "MatMulInteger", q, r, z, v), product)
+    whole = _run(field, "MatMulInteger", np.uint8([[1, 255]]), np.uint8([[0], [255]]), z, v)
+    assert (whole.dtype, whole.tolist()) == (np.int32, [[-2 * -200 + 252 * 55]])
+
+
+def test_degrees_of_quantised_numbers() -> None:
+    degrees = Degrees()
+    x, s = degrees.variable((2,)), degrees.variable(())
+    q = _run(degrees, "QuantizeLinear", x, s, np.array(3, np.uint8))
+    y = _run(degrees, "DequantizeLinear", q, s, np.array(3, np.uint8))
+    assert [unpack(a)[0].max() for a in (q, y)] == [1, 2]
+    assert unpack(y)[2].max() >= 1

@@ -7,11 +7,11 @@ import onnx
 import pytest
 
 from rewrite_rules.quantised import (
+    ConvolveBlocks,
     ConvolveIntegersInFloat32,
     ConvolveUnsignedWeights,
     DequantiseWeightsOnce,
     QuantiseAllUnsigned,
-    QuantiseBeforeRelu,
     QuantiseUnsigned,
     StoreQuantisedWeights,
 )
@@ -197,3 +197,60 @@ def test_scales_of_float16_stay() -> None:
     refuses(DequantiseWeightsOnce(), model(source, **WEIGHTS, s=np.float16([0.1, 0.2, 0.3, 0.4])))
     source = "agraph (float16[1,3] x) => (y) { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }"
     refuses(QuantiseUnsigned(), model(source, s=np.float16(0.1), z=np.int8(3)))
+
+
+STEM = (
+    "agraph (float[2,3,24,32] x) => (y) { q = QuantizeLinear(x, s, z) p = DequantizeLinear(q, s, z) "
+    "v = DequantizeLinear<axis=0>(w, r, o) c = Conv<strides=[2,2], pads=[1,1,1,1]>(p, v) "
+    "g = QuantizeLinear(c, t, z) y = DequantizeLinear(g, t, z) }"
+)
+STEM_VALUES = {
+    "s": np.float32(0.02), "z": np.uint8(114), "t": np.float32(0.5),
+    "r": np.linspace(0.01, 0.02, 8).astype(np.float32), "o": np.zeros(8, np.int8),
+}  # fmt: skip
+
+
+def _stem(
+    text: str = STEM, kernel: tuple[int, int] = (3, 3), channels: int = 3, **values: object
+) -> onnx.ModelProto:
+    w = np.random.default_rng(1).integers(-128, 128, (8, channels, *kernel)).astype(np.int8)
+    return model(text, **(STEM_VALUES | {"w": w} | values))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "strides", "pads"),
+    [
+        ((3, 3), "2,2", "1,1,1,1"),
+        ((7, 7), "2,2", "3,3,3,3"),
+        ((6, 5), "2,2", "2,1,0,2"),
+        ((4, 4), "4,4", "0,0,0,0"),
+        ((1, 3), "2,2", "0,0,0,0"),
+        ((5, 3), "4,4", "3,2,2,1"),
+        ((3, 3), "2,2", "0,1,2,0"),
+    ],
+)
+def test_a_stem_of_blocks_computes_the_same_bytes(kernel: tuple[int, int], strides: str, pads: str) -> None:
+    text = STEM.replace("strides=[2,2], pads=[1,1,1,1]", f"strides=[{strides}], pads=[{pads}]")
+    x = np.random.default_rng(2).standard_normal((2, 3, 24, 32)).astype(np.float32)
+    _equal(ConvolveBlocks(), _stem(text, kernel), {"x": x})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "values"),
+    [
+        (STEM, "zero point", {"o": np.int8([0, 0, 0, 1, 0, 0, 0, 0])}),
+        (STEM.replace("axis=0", "axis=1"), "scales", {"r": np.float32([1, 2, 3]), "o": np.zeros(3, np.int8)}),
+        (STEM.replace("(y)", "(y, q)"), "elsewhere", {}),
+        (STEM.replace("g = ", "k = Sigmoid(p) g = ").replace("(y)", "(y, k)"), "elsewhere", {}),
+        (STEM.replace("24,32", "24,33"), None, {}),
+        (STEM.replace("[2,2], pads", "[2,1], pads"), None, {}),
+        (STEM.replace("[2,2], pads", "[2,2], dilations=[1,2], pads"), None, {}),
+        (STEM.replace("[2,2], pads=[1,1,1,1]", '[2,2], auto_pad="SAME_LOWER"'), None, {}),
+        (STEM.replace("g = QuantizeLinear(c, t, z) y = DequantizeLinear(g, t, z)", "y = Relu(c)"), None, {}),
+        (STEM.replace("float[2,3", "float[2,5"), None, {"channels": 5}),
+    ],
+)  # fmt: skip
+def test_a_convolution_that_is_no_stem_stays(
+    text: str, reason: str | None, values: dict[str, object]
+) -> None:
+    refuses(ConvolveBlocks(), _stem(text, **values), reason)

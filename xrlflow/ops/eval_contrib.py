@@ -13,6 +13,7 @@ import numpy as np
 
 from xrlflow.ir import Attrs, RawAttr
 from xrlflow.ops.eval_attention import rotate
+from xrlflow.ops.eval_elementwise import element
 from xrlflow.ops.eval_linear import conv, gemm
 from xrlflow.ops.eval_norm import layer_norm, rms_norm, softmax
 from xrlflow.ops.eval_quant import Quantised, dynamic_quantize, integer_product
@@ -179,9 +180,10 @@ def _rotary(field: Field, attrs: Attrs, x: Array, positions: Array, cosine: Arra
     return y.transpose(0, 2, 1, 3) if x.ndim == 4 else y.reshape(x.shape)
 
 
-def _scaled_product(a: Quantised, b: Quantised, bias: Array | None) -> Array:
-    y: Array = integer_product(a.numbers, b.numbers, a.zero, b.zero) * np.asarray(a.scale) * b.scale
-    return y if bias is None else y + bias
+def _scaled_product(field: Field, a: Quantised, b: Quantised, bias: Array | None) -> Array:
+    total = integer_product(field, a.numbers, b.numbers, a.zero, b.zero)
+    y = field.mul(total, field.mul(element(field, np.asarray(a.scale)), element(field, b.scale)))
+    return y if bias is None else field.add(y, bias)
 
 
 def _matmul_integer_to_float(
@@ -192,7 +194,7 @@ def _matmul_integer_to_float(
     """
     padded: list[Array | None] = [*more, None, None, None]
     a_zero, b_zero, bias = padded[:3]
-    return _scaled_product(Quantised(a, a_scale, a_zero), Quantised(b, b_scale, b_zero), bias)
+    return _scaled_product(field, Quantised(a, a_scale, a_zero), Quantised(b, b_scale, b_zero), bias)
 
 
 def _dynamic_quantize_matmul(
@@ -204,7 +206,7 @@ def _dynamic_quantize_matmul(
     b_zero: Array | None = None,
     bias: Array | None = None,
 ) -> Array:
-    return _scaled_product(Quantised(*dynamic_quantize(a)), Quantised(b, b_scale, b_zero), bias)
+    return _scaled_product(field, Quantised(*dynamic_quantize(a)), Quantised(b, b_scale, b_zero), bias)
 
 
 def _table(proof: Proof, **operators: Evaluate) -> dict[str, OpSpec]:
@@ -213,7 +215,12 @@ def _table(proof: Proof, **operators: Evaluate) -> dict[str, OpSpec]:
 
 
 SPECS: dict[str, OpSpec] = {
-    **_table("polynomial", FusedMatMul=single(_fused_matmul), RotaryEmbedding=single(_rotary)),
+    **_table(
+        "polynomial",
+        FusedMatMul=single(_fused_matmul),
+        MatMulIntegerToFloat=single(_matmul_integer_to_float),
+        RotaryEmbedding=single(_rotary),
+    ),
     **_table(
         "uninterpreted",
         BiasGelu=single(_gelu),
@@ -226,11 +233,7 @@ SPECS: dict[str, OpSpec] = {
         SkipLayerNormalization=several(_skip_layer_norm),
         SkipSimplifiedLayerNormalization=several(_skip_rms_norm),
     ),
-    **_table(
-        "numeric",
-        DynamicQuantizeMatMul=single(_dynamic_quantize_matmul),
-        MatMulIntegerToFloat=single(_matmul_integer_to_float),
-    ),
+    **_table("numeric", DynamicQuantizeMatMul=single(_dynamic_quantize_matmul)),
     # Operators that are ONNX Runtime's own, although they are in the domain of ONNX.
     "SimplifiedLayerNormalization": OpSpec(
         "SimplifiedLayerNormalization", single(_rms_norm), "uninterpreted"

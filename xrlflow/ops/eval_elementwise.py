@@ -202,6 +202,13 @@ def promote(field: Field, array: Array) -> Array:
     return field.lift(array.astype(np.float64)) if dtype == _BFLOAT16 else array
 
 
+def element(field: Field, array: Array) -> Array:
+    """Integers, booleans or floats of any format as elements of the field; elements as they are."""
+    return (
+        array if array.dtype == np.float64 else field.lift(array if array.dtype.kind == "f" else widen(array))
+    )
+
+
 def round_narrow(x: Array, to: DType, saturate: bool) -> Array:
     """Floats rounded to a float8 or float4 format.
 

@@ -13,135 +13,175 @@ from typing import Any
 import numpy as np
 
 from xrlflow.ir import Attrs
-from xrlflow.ops.eval_elementwise import widen
+from xrlflow.ops.eval_elementwise import element
 from xrlflow.ops.eval_linear import average_pool, gemm
 from xrlflow.ops.eval_norm import softmax
 from xrlflow.ops.eval_quant import ROUNDINGS as ONNX_ROUNDINGS
 from xrlflow.ops.eval_quant import SPECS as QUANTISED
 from xrlflow.ops.eval_quant import Rounding, Unrounded, requantised, rounding
 from xrlflow.ops.eval_spec import OpSpec, f32, integer, number, single
-from xrlflow.ops.field import REALS, Array, Field, NotEvaluable
+from xrlflow.ops.field import Array, Field, NotEvaluable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Output:
     """Scale and zero point of an output. `like`: an input; without a zero point the output has its type."""
 
+    field: Field
     scale: Array
     zero: Array | None
     like: Array
 
     def of(self, value: Array) -> Unrounded:
-        return requantised(np.asarray(value / REALS.lift(self.scale)), self.zero, self.like)
+        return requantised(
+            self.field, self.field.div(value, element(self.field, self.scale)), self.zero, self.like
+        )
 
 
-def _real(x: Array, scale: Array, zero: Array | None) -> Array:
-    """The real numbers that quantised integers stand for."""
-    value = widen(x).astype(np.float64)
-    return np.asarray((value if zero is None else value - widen(zero)) * REALS.lift(scale))
+def _real(field: Field, x: Array, scale: Array, zero: Array | None) -> Array:
+    """The numbers that quantised integers stand for, as elements of the field."""
+    value = element(field, x)
+    centred = value if zero is None else field.sub(value, element(field, zero))
+    return field.mul(centred, element(field, scale))
 
 
 def _padded(inputs: tuple[Any, ...], count: int) -> list[Any]:
     return [*inputs, *[None] * (count - len(inputs))]
 
 
-def _pair(*operands: Any) -> tuple[Array, Array, _Output]:
-    """The real numbers of two quantised operands, and the output's scale and zero point. `operands`: a, its scale and
+def _pair(field: Field, *operands: Any) -> tuple[Array, Array, _Output]:
+    """The numbers of two quantised operands, and the output's scale and zero point. `operands`: a, its scale and
     zero point; b, its scale and zero point; scale and zero point of the output.
     """
     a, a_scale, a_zero, b, b_scale, b_zero, to, to_zero = _padded(operands, 8)
-    return _real(a, a_scale, a_zero), _real(b, b_scale, b_zero), _Output(to, to_zero, a)
+    return _real(field, a, a_scale, a_zero), _real(field, b, b_scale, b_zero), _Output(field, to, to_zero, a)
 
 
-def _add(attrs: Attrs, *operands: Any) -> Unrounded:
-    a, b, output = _pair(*operands)
-    return output.of(a + b)
+def _add(field: Field, attrs: Attrs, *operands: Any) -> Unrounded:
+    a, b, output = _pair(field, *operands)
+    return output.of(field.add(a, b))
 
 
-def _mul(attrs: Attrs, *operands: Any) -> Unrounded:
-    a, b, output = _pair(*operands)
-    return output.of(a * b)
+def _mul(field: Field, attrs: Attrs, *operands: Any) -> Unrounded:
+    a, b, output = _pair(field, *operands)
+    return output.of(field.mul(a, b))
 
 
 def _sigmoid(
-    attrs: Attrs, x: Array, scale: Array, zero: Array | None, to: Array, to_zero: Array | None = None
+    field: Field,
+    attrs: Attrs,
+    x: Array,
+    scale: Array,
+    zero: Array | None,
+    to: Array,
+    to_zero: Array | None = None,
 ) -> Unrounded:
-    return _Output(to, to_zero, x).of(REALS.unary("sigmoid", _real(x, scale, zero)))
+    return _Output(field, to, to_zero, x).of(field.unary("sigmoid", _real(field, x, scale, zero)))
 
 
 def _leaky_relu(
-    attrs: Attrs, x: Array, scale: Array, zero: Array | None, to: Array, to_zero: Array | None = None
+    field: Field,
+    attrs: Attrs,
+    x: Array,
+    scale: Array,
+    zero: Array | None,
+    to: Array,
+    to_zero: Array | None = None,
 ) -> Unrounded:
-    value = REALS.unary("leaky_relu", _real(x, scale, zero), number(attrs, "alpha", f32(0.01)))
-    return _Output(to, to_zero, x).of(value)
+    value = field.unary("leaky_relu", _real(field, x, scale, zero), number(attrs, "alpha", f32(0.01)))
+    return _Output(field, to, to_zero, x).of(value)
 
 
 def _softmax(
-    attrs: Attrs, x: Array, scale: Array, zero: Array | None, to: Array, to_zero: Array | None = None
+    field: Field,
+    attrs: Attrs,
+    x: Array,
+    scale: Array,
+    zero: Array | None,
+    to: Array,
+    to_zero: Array | None = None,
 ) -> Unrounded:
-    value, axis = _real(x, scale, zero), integer(attrs, "axis", -1)
+    value, axis = _real(field, x, scale, zero), integer(attrs, "axis", -1)
     if integer(attrs, "opset", 13) < 13:
         rows = value.reshape(int(np.prod(value.shape[: axis % value.ndim])), -1)
-        return _Output(to, to_zero, x).of(softmax(REALS, rows, -1).reshape(value.shape))
-    return _Output(to, to_zero, x).of(softmax(REALS, value, axis))
+        return _Output(field, to, to_zero, x).of(softmax(field, rows, -1).reshape(value.shape))
+    return _Output(field, to, to_zero, x).of(softmax(field, value, axis))
 
 
 def _global_average_pool(
-    attrs: Attrs, x: Array, scale: Array, zero: Array | None, to: Array, to_zero: Array | None = None
+    field: Field,
+    attrs: Attrs,
+    x: Array,
+    scale: Array,
+    zero: Array | None,
+    to: Array,
+    to_zero: Array | None = None,
 ) -> Unrounded:
     axes = tuple(range(1, x.ndim - 1)) if integer(attrs, "channels_last", 0) else tuple(range(2, x.ndim))
-    return _Output(to, to_zero, x).of(_real(x, scale, zero).mean(axes, keepdims=True))
+    return _Output(field, to, to_zero, x).of(field.mean(_real(field, x, scale, zero), axes, keepdims=True))
 
 
 def _average_pool(
-    attrs: Attrs, x: Array, scale: Array, zero: Array | None, to: Array, to_zero: Array | None = None
+    field: Field,
+    attrs: Attrs,
+    x: Array,
+    scale: Array,
+    zero: Array | None,
+    to: Array,
+    to_zero: Array | None = None,
 ) -> Unrounded:
-    value, last = _real(x, scale, zero), bool(integer(attrs, "channels_last", 0))
-    y = average_pool(REALS, attrs, np.moveaxis(value, -1, 1) if last else value)
-    return _Output(to, to_zero, x).of(np.moveaxis(y, 1, -1) if last else y)
+    value, last = _real(field, x, scale, zero), bool(integer(attrs, "channels_last", 0))
+    y = average_pool(field, attrs, np.moveaxis(value, -1, 1) if last else value)
+    return _Output(field, to, to_zero, x).of(np.moveaxis(y, 1, -1) if last else y)
 
 
-def _conv(attrs: Attrs, x: Array, *more: Array) -> Unrounded:
+def _conv(field: Field, attrs: Attrs, x: Array, *more: Array) -> Unrounded:
     if integer(attrs, "channels_last", 0):
         raise NotEvaluable("QLinearConv with the channels last")
-    return ONNX_ROUNDINGS["QLinearConv"](attrs, x, *more)
+    return ONNX_ROUNDINGS["QLinearConv"](field, attrs, x, *more)
 
 
-def _concat(attrs: Attrs, scale: Array, zero: Array, *parts: Array) -> Unrounded:
-    values = [_real(*parts[at : at + 3]) for at in range(0, len(parts), 3)]
-    return _Output(scale, zero, parts[0]).of(np.concatenate(values, integer(attrs, "axis", 0)))
+def _concat(field: Field, attrs: Attrs, scale: Array, zero: Array, *parts: Array) -> Unrounded:
+    values = [_real(field, *parts[at : at + 3]) for at in range(0, len(parts), 3)]
+    return _Output(field, scale, zero, parts[0]).of(np.concatenate(values, integer(attrs, "axis", 0)))
 
 
-def _where(attrs: Attrs, condition: Array, *inputs: Array) -> Unrounded:
+def _where(field: Field, attrs: Attrs, condition: Array, *inputs: Array) -> Unrounded:
     to, to_zero = inputs[6:8]
-    return _Output(to, to_zero, inputs[0]).of(np.where(condition, _real(*inputs[:3]), _real(*inputs[3:6])))
+    return _Output(field, to, to_zero, inputs[0]).of(
+        np.where(condition, _real(field, *inputs[:3]), _real(field, *inputs[3:6]))
+    )
 
 
 def _product(
-    attrs: Attrs, a: Array, s: Array, z: Array, b: Array, t: Array, u: Array, bias: Array | None
+    field: Field, attrs: Attrs, a: Array, s: Array, z: Array, b: Array, t: Array, u: Array, bias: Array | None
 ) -> Array:
     """The sum alpha * a' * b' + bias. The bias is in units of the product of all scales."""
     if b.ndim == 2 and t.ndim == 1 and integer(attrs, "transB", 0):
         t, u = t[:, None], u.reshape(-1, 1)
-    x, y = _real(a, s, z), _real(b, t, u)
-    steps = (
-        None
-        if bias is None
-        else bias * REALS.lift(s) * REALS.lift(t).reshape(-1) * number(attrs, "alpha", 1.0)
-    )
-    return gemm(REALS, attrs, x, y, steps)
+    x, y = _real(field, a, s, z), _real(field, b, t, u)
+    steps = None
+    if bias is not None:
+        scale = field.mul(
+            field.mul(element(field, s), element(field, t).reshape(-1)),
+            field.constant(number(attrs, "alpha", 1.0)),
+        )
+        steps = field.mul(element(field, bias), scale)
+    return gemm(field, attrs, x, y, steps)
 
 
-def _gemm(attrs: Attrs, *inputs: Array) -> Unrounded:
+def _gemm(field: Field, attrs: Attrs, *inputs: Array) -> Unrounded:
     *operands, scale, zero = _padded(inputs, 9)
     assert scale is not None
-    return _Output(scale, zero, inputs[0]).of(_product(attrs, *operands))
+    return _Output(field, scale, zero, inputs[0]).of(_product(field, attrs, *operands))
 
 
 def _any_gemm(field: Field, attrs: Attrs, *inputs: Array) -> Array:
     """Without a scale of the output, the output is in floats."""
     operands = _padded(inputs, 9)
-    return _product(attrs, *operands[:7]) if operands[7] is None else _gemm(attrs, *inputs).rounded()
+    if operands[7] is None:
+        return _product(field, attrs, *operands[:7])
+    return _gemm(field, attrs, *inputs).rounded(field)
 
 
 def _unpacked(packed: Array, bits: int, count: int) -> Array:
@@ -172,8 +212,8 @@ def _matmul_bits(
     elif zeros.dtype == np.uint8:
         offset = _unpacked(zeros.reshape(n, -1), bits, blocks).astype(np.float64)[..., None]
     else:
-        offset = field.lift(zeros).reshape(n, blocks, 1)
-    weight = ((numbers - offset) * field.lift(scales).reshape(n, blocks, 1)).reshape(n, -1)[:, :k]
+        offset = element(field, zeros).reshape(n, blocks, 1)
+    weight = ((numbers - offset) * element(field, scales).reshape(n, blocks, 1)).reshape(n, -1)[:, :k]
     y = field.matmul(a, weight.T)
     return y if bias is None else field.add(y, bias)
 
@@ -206,5 +246,5 @@ SPECS: dict[str, OpSpec] = {
         "com.microsoft::DequantizeLinear", QUANTISED["DequantizeLinear"].evaluate, "polynomial"
     ),
     "com.microsoft::MatMulNBits": OpSpec("com.microsoft::MatMulNBits", single(_matmul_bits), "numeric"),
-    _GEMM: OpSpec(_GEMM, single(_any_gemm), "numeric"),
+    _GEMM: OpSpec(_GEMM, single(_any_gemm), "uninterpreted"),
 }

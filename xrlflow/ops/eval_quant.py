@@ -1,4 +1,9 @@
-"""Evaluation of the quantised operators. Sums of integer products are exact; scales are floats of the field."""
+"""Evaluation of the quantised operators. Sums of integer products are exact; scales are floats of the field.
+
+In a proof over a prime field, a quantised tensor that is computed consists of elements of the field: rounding is an
+unknown function of the number that is rounded, so equal arguments give equal integers, and sums of their products are
+exact.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,17 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from xrlflow.ir import Attrs, DType
-from xrlflow.ops.eval_elementwise import NARROW_INTEGER, WIDE_INTEGER, narrow_float, round_narrow, widen
+from xrlflow.ops.eval_elementwise import (
+    NARROW_INTEGER,
+    WIDE_INTEGER,
+    element,
+    narrow_float,
+    round_narrow,
+    widen,
+)
 from xrlflow.ops.eval_linear import conv
 from xrlflow.ops.eval_spec import Inputs, OpSpec, f32, integer, several, single, table
-from xrlflow.ops.field import REALS, Array, Field
+from xrlflow.ops.field import REALS, Array, Field, NotEvaluable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,25 +82,34 @@ class Unrounded:
         """The result before it is rounded and clamped, in units of the scale, with the zero point."""
         return np.asarray(self.scaled + self.zero)
 
-    def rounded(self) -> Array:
-        """round(scaled) + zero point, clamped to the type. Ties are rounded to even, in double precision."""
+    def rounded(self, field: Field = REALS) -> Array:
+        """round(scaled) + zero point, clamped to the type. Ties are rounded to even, in double precision.
+
+        If the field is not `real`, elements that stand for these integers: an unknown function of the number that is
+        rounded and the zero point.
+        """
+        if not field.real:
+            type = self.dtype if self.float_type is None else f"{self.float_type.name} {self.saturate}"
+            return field.binary(f"quantise to {type}", self.scaled, element(field, np.asarray(self.zero)))
         if self.float_type is not None:
             return round_narrow(self.steps, self.float_type, self.saturate)
         return _saturate(np.rint(self.scaled) + self.zero, self.dtype)
 
 
-def requantised(scaled: Array, zero: Array | None, like: Array) -> Unrounded:
-    """Numbers, in units of the output's scale, that are still to be rounded. Without a zero point the type is that of
-    `like`.
+def requantised(field: Field, scaled: Array, zero: Array | None, like: Array) -> Unrounded:
+    """Elements of the field, in units of the output's scale, that are still to be rounded. Without a zero point the
+    type is that of `like`. Raises NotEvaluable if that is not known.
     """
+    if zero is None and not field.real:
+        raise NotEvaluable("an output without a zero point")
     dtype = like.dtype if zero is None else zero.dtype
     offset: Array | float = 0.0 if zero is None else widen(zero).astype(np.float64)
     return Unrounded(scaled, offset, dtype, narrow_float(dtype))
 
 
-def _quantize(attrs: Attrs, x: Array, scale: Array, zero: Array | None = None) -> Unrounded:
+def _quantize(field: Field, attrs: Attrs, x: Array, scale: Array, zero: Array | None = None) -> Unrounded:
     to = DType(integer(attrs, "output_dtype", 0))
-    scaled = REALS.lift(x) / _spread(REALS.lift(scale), x, attrs)
+    scaled = field.div(element(field, x), _spread(element(field, scale), x, attrs))
     offset: Array | float = 0.0 if zero is None else _spread(widen(zero), x, attrs).astype(np.float64)
     dtype = {**WIDE_INTEGER, **NARROW_INTEGER}.get(to, np.dtype(np.uint8)) if zero is None else zero.dtype
     float_type = to if to.name.startswith("FLOAT") else narrow_float(dtype)
@@ -96,10 +117,10 @@ def _quantize(attrs: Attrs, x: Array, scale: Array, zero: Array | None = None) -
 
 
 def _dequantize(field: Field, attrs: Attrs, x: Array, scale: Array, zero: Array | None = None) -> Array:
-    value = field.lift(widen(x))
+    value = element(field, x)
     if zero is not None:
-        value = field.sub(value, field.lift(_spread(widen(zero), x, attrs)))
-    return field.mul(value, _spread(field.lift(scale), x, attrs))
+        value = field.sub(value, element(field, _spread(widen(zero), x, attrs)))
+    return field.mul(value, _spread(element(field, scale), x, attrs))
 
 
 def dynamic_quantize(x: Array) -> tuple[Array, Any, Array]:
@@ -120,19 +141,28 @@ def _dynamic_quantize(field: Field, attrs: Attrs, x: Array) -> tuple[Any, ...]:
     return dynamic_quantize(x)
 
 
-def _centred(x: Array, zero: Array | None, columns: bool) -> Array:
-    """Integers minus their zero point (one number, or one for each row or column), as float64."""
-    value = x.astype(np.float64)
+def _summing(field: Field, *arrays: Array | None) -> Field:
+    """The field in which integers are summed: exact numbers, unless one of the tensors consists of elements."""
+    return field if any(a is not None and a.dtype.kind == "f" for a in arrays) else REALS
+
+
+def _centred(field: Field, x: Array, zero: Array | None, columns: bool) -> Array:
+    """Integers minus their zero point (one number, or one for each row or column), as elements of the field."""
+    value = element(field, x)
     if zero is None:
         return value
-    shift = zero.astype(np.float64)
-    return value - (shift[:, None] if shift.ndim == 1 and shift.size > 1 and not columns else shift)
+    shift = element(field, zero)
+    return field.sub(value, shift[:, None] if shift.ndim == 1 and shift.size > 1 and not columns else shift)
 
 
-def integer_product(a: Array, b: Array, a_zero: Array | None, b_zero: Array | None) -> Array:
-    """The product of two integer matrices, each minus its zero point: integers as float64."""
-    product: Array = np.matmul(_centred(a, a_zero, False), _centred(b, b_zero, True))
-    return product
+def integer_product(field: Field, a: Array, b: Array, a_zero: Array | None, b_zero: Array | None) -> Array:
+    """The product of two integer matrices, each minus its zero point, as elements of the field."""
+    return field.matmul(_centred(field, a, a_zero, False), _centred(field, b, b_zero, True))
+
+
+def _as_sums(field: Field, total: Array) -> Array:
+    """Sums in the type of sums of products of bytes."""
+    return total.astype(np.int64).astype(np.int32) if field.real else total
 
 
 def _matmul_integer(
@@ -143,17 +173,20 @@ def _matmul_integer(
     a_zero: Array | None = None,
     b_zero: Array | None = None,
 ) -> Array:
-    return integer_product(a, b, a_zero, b_zero).astype(np.int64).astype(np.int32)
+    field = _summing(field, a, b, a_zero, b_zero)
+    return _as_sums(field, integer_product(field, a, b, a_zero, b_zero))
 
 
-def _conv_sum(attrs: Attrs, x: Array, w: Array, x_zero: Array | None, w_zero: Array | None) -> Array:
-    """The convolution of integers, each tensor minus its zero point: integers as float64."""
-    data, weight = x.astype(np.float64), w.astype(np.float64)
+def _conv_sum(
+    field: Field, attrs: Attrs, x: Array, w: Array, x_zero: Array | None, w_zero: Array | None
+) -> Array:
+    """The convolution of integers, each tensor minus its zero point, as elements of the field."""
+    data, weight = element(field, x), element(field, w)
     if x_zero is not None:
-        data -= x_zero.reshape(-1)[0]
+        data = field.sub(data, element(field, x_zero.reshape(-1)[:1].reshape(())))
     if w_zero is not None:
-        weight -= w_zero.reshape(-1, *(1,) * (w.ndim - 1))
-    return conv(REALS, attrs, data, weight)
+        weight = field.sub(weight, element(field, w_zero).reshape(-1, *(1,) * (w.ndim - 1)))
+    return conv(field, attrs, data, weight)
 
 
 def _conv_integer(
@@ -164,7 +197,8 @@ def _conv_integer(
     x_zero: Array | None = None,
     w_zero: Array | None = None,
 ) -> Array:
-    return _conv_sum(attrs, x, w, x_zero, w_zero).astype(np.int64).astype(np.int32)
+    field = _summing(field, x, w, x_zero, w_zero)
+    return _as_sums(field, _conv_sum(field, attrs, x, w, x_zero, w_zero))
 
 
 def _widened(numbers: Array, scale: Array, zero: Array) -> Quantised:
@@ -172,31 +206,31 @@ def _widened(numbers: Array, scale: Array, zero: Array) -> Quantised:
     return Quantised(widen(numbers), scale, widen(zero))
 
 
-def _qlinear_matmul(attrs: Attrs, *inputs: Array) -> Unrounded:
+def _qlinear_matmul(field: Field, attrs: Attrs, *inputs: Array) -> Unrounded:
     """The inputs are matrices a and b, each with scale and zero point, then scale and zero point of the output."""
     a, b = _widened(*inputs[:3]), _widened(*inputs[3:6])
     y_scale, y_zero = inputs[6:]
-    total = integer_product(a.numbers, b.numbers, a.zero, b.zero)
+    total = integer_product(field, a.numbers, b.numbers, a.zero, b.zero)
     rows = a.scale[:, None] if a.scale.ndim == 1 and a.scale.size > 1 else a.scale
-    factor = REALS.lift(rows) * REALS.lift(b.scale) / REALS.lift(y_scale)
-    return requantised(total * factor, y_zero, inputs[0])
+    factor = field.div(field.mul(element(field, rows), element(field, b.scale)), element(field, y_scale))
+    return requantised(field, field.mul(total, factor), y_zero, inputs[0])
 
 
-def _qlinear_conv(attrs: Attrs, *inputs: Array) -> Unrounded:
+def _qlinear_conv(field: Field, attrs: Attrs, *inputs: Array) -> Unrounded:
     """The inputs are x and w, each with scale and zero point, then those of the output, then an optional bias."""
     x, w = Quantised(*inputs[:3]), Quantised(*inputs[3:6])
     y_scale, y_zero = inputs[6:8]
     bias: Array | None = inputs[8] if len(inputs) > 8 else None
-    total = _conv_sum(attrs, x.numbers, w.numbers, x.zero, w.zero)
+    total = _conv_sum(field, attrs, x.numbers, w.numbers, x.zero, w.zero)
     channels = (-1, *(1,) * (x.numbers.ndim - 2))
     if bias is not None:
-        total = total + bias.reshape(channels)
-    factor = REALS.lift(x.scale) * REALS.lift(w.scale).reshape(channels) / REALS.lift(y_scale)
-    return requantised(total * factor, y_zero, inputs[0])
+        total = field.add(total, element(field, bias).reshape(channels))
+    scales = field.mul(element(field, x.scale), element(field, w.scale).reshape(channels))
+    return requantised(field, field.mul(total, field.div(scales, element(field, y_scale))), y_zero, inputs[0])
 
 
 Rounding: TypeAlias = Callable[..., Unrounded]
-"""function(attrs, *inputs): what an operator rounds."""
+"""function(field, attrs, *inputs): what an operator rounds."""
 
 ROUNDINGS: Mapping[str, Rounding] = {
     "QLinearConv": _qlinear_conv,
@@ -210,9 +244,9 @@ def rounding(op: str, find: Rounding) -> OpSpec:
     """The OpSpec of an operator that rounds its result."""
 
     def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
-        return (find(attrs, *inputs).rounded(),)
+        return (find(field, attrs, *inputs).rounded(field),)
 
-    return OpSpec(op, evaluate, "numeric")
+    return OpSpec(op, evaluate, "uninterpreted")
 
 
 SPECS: dict[str, OpSpec] = {

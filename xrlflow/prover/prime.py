@@ -67,7 +67,7 @@ class PrimeField(Field):
     def lift(self, array: Array) -> Array:
         kind = array.dtype.kind
         if kind in "iub":
-            return np.remainder(array.astype(object), self.prime).astype(np.float64)  # type: ignore[no-any-return]
+            return np.asarray(np.remainder(array.astype(object), self.prime), np.float64)
         wide = array.astype(np.float64)
         if not np.isfinite(wide).all():
             raise NotEvaluable("a number that is not finite")

@@ -282,7 +282,7 @@ def _layers_of(node: Node, arguments: list[Array | None]) -> dict[Value, Layer]:
     with np.errstate(all="ignore"):
         if node.op == DYNAMIC:
             return _dynamic(node, arguments)
-        value = ROUNDINGS[node.op](node.attrs, *arguments)
+        value = ROUNDINGS[node.op](REALS, node.attrs, *arguments)
         return {node.outputs[0]: _layer(value.rounded(), value.steps)}
 
 
