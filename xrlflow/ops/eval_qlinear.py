@@ -153,10 +153,11 @@ def _where(field: Field, attrs: Attrs, condition: Array, *inputs: Array) -> Unro
     )
 
 
-def _product(
-    field: Field, attrs: Attrs, a: Array, s: Array, z: Array, b: Array, t: Array, u: Array, bias: Array | None
-) -> Array:
-    """The sum alpha * a' * b' + bias. The bias is in units of the product of all scales."""
+def _product(field: Field, attrs: Attrs, *operands: Any) -> Array:
+    """The sum alpha * a' * b' + bias. The bias is in units of the product of all scales. `operands`:
+    a and b, each with scale and zero point, and the bias or None.
+    """
+    a, s, z, b, t, u, bias = operands
     if b.ndim == 2 and t.ndim == 1 and integer(attrs, "transB", 0):
         t, u = t[:, None], u.reshape(-1, 1)
     x, y = _real(field, a, s, z), _real(field, b, t, u)
