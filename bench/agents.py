@@ -4,6 +4,7 @@ Tables, each of one run on one machine, with the same rules and the same modelle
 
     valleys         networks that no single substitution improves (models/valleys.py): how often the optimum is reached
     networks        the zoo and the wheel models, by modelled cost, against TASO (alpha 1.05, budget 1000)
+    precision       the files of models/precision.py in low precision, the same, with alpha 1.3, too
     generalisation  depths, sizes and architectures that were not trained on, against everything that was tried
     decisions       the time of one decision: features, encoder, candidate scores; both encodings
     steps           environment steps per second in training, updates included
@@ -43,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
 
 import models
 from bench import pages
-from models import training, wheels
+from models import precision, training, wheels
 from models.valleys import FAMILIES, ValleyRecord, catalogue, valley_library
 from rewrite_rules import LIBRARY
 from xrlflow.backends.onnxruntime import measure
@@ -330,9 +331,13 @@ def valley_table(rows: Sequence[Row], charted: Mapping[str, ValleyRecord]) -> st
 
 
 def whole_start(name: str, library: Library) -> Start:
-    """A network of the zoo at full size, or a wheel model at its measured size, after the rules without a price."""
+    """A network of the zoo at full size, or one in low precision, or a trained model at its measured size, after the
+    rules without a price.
+    """
     if name in models.ZOO:
         return _start(name, models.build(name), library)
+    if name in precision.names() and name not in precision.TRAINED:
+        return _start(name, precision.build(name), library)
     wheel = wheels.find(name)
     imported = load(str(wheels.fetch(name)), shapes=wheel.shapes)
     prices = Roofline(bindings=imported.bindings)
@@ -354,11 +359,12 @@ def _start(name: str, proto: Any, library: Library) -> Start:
 LARGE, PART = 300, 0.2
 
 
-def networks(arguments: argparse.Namespace) -> str:
-    library = Library(LIBRARY)
-    contestants = Contestants.of(arguments.agents, arguments.seeds, library, (1.05,))
+def networks(arguments: argparse.Namespace, low: bool = False) -> str:
+    library = Library(LIBRARY, backend="onnxruntime", contrib=True) if low else Library(LIBRARY)
+    alphas = (1.05, 1.3) if low else (1.05,)
+    contestants = Contestants.of(arguments.agents, arguments.seeds, library, alphas)
     rows = Rows(arguments.json)
-    for name in arguments.names or [*models.ZOO, *wheels.WHEELS]:
+    for name in arguments.names or (precision.names() if low else [*models.ZOO, *wheels.WHEELS]):
         if rows.has(name):
             continue
         start = whole_start(name, library)
@@ -905,6 +911,7 @@ def make(arguments: argparse.Namespace) -> str:
 TABLES: Mapping[str, Callable[[argparse.Namespace], str]] = {
     "valleys": valleys,
     "networks": networks,
+    "precision": functools.partial(networks, low=True),
     "generalisation": generalisation,
     "decisions": decisions,
     "steps": steps,

@@ -13,7 +13,7 @@ from xrlflow.ir import ABSENT, Body, Dim, DType, Node, TensorType, Value, dims
 from xrlflow.ir.dims import Formula
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known, of_array, values
-from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, profitable, require
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, profitable, require
 
 # Shapes as values
 
@@ -254,45 +254,6 @@ class MergeFlattenedTranspose(RegionRule, family="exports"):
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         return op.Transpose(x, perm=list(region.data))
-
-
-# Quantised weights
-
-
-class UseSignedWeights(Rule, family="exports"):
-    """matmulinteger(x, w, z, v) -> matmulinteger(x, w - 128, z, v - 128)  for unsigned weights w.
-
-    On processors that do not saturate sums of byte products (VNNI), ONNX Runtime multiplies unsigned with signed bytes
-    by special instructions. It multiplies two unsigned matrices at half that speed.
-    """
-
-    assumes = "vnni"
-    backend = "onnxruntime"
-    unpriced = True
-    shapes = "x[...,m,k] w[...,k,n]:const z[...] v[...]:const"
-    examples = tuple(
-        f"agraph (uint8[{shape},3] x, uint8 z) => (int32[{shape},2] y) <uint8[3,2] w = {{0, 255, 7, 128, 127, 30}},"
-        f" uint8{kind} v = {value}> {{ y = MatMulInteger(x, w, z, v) }}"
-        for shape in ("N", "2,N", "4", "2,5")
-        for kind, value in (("", "{128}"), ("[2]", "{120, 255}"))
-    )
-    near_misses = (
-        examples[0].replace("uint8[3,2] w = {0, 255, 7, 128, 127, 30}, uint8 v = {128}",
-                            "int8[3,2] w = {0, 25, 7, -128, 127, 30}, int8 v = {12}"),
-    )  # fmt: skip
-
-    def source(self, op: Op, x: Any, w: Any, z: Any, v: Any) -> Any:
-        return op.MatMulInteger(x, w, z, v)
-
-    def where(self, x: Val, w: Val) -> None:
-        profitable(x.dtype == DType.UINT8, "the other factor is signed")
-        require(w.dtype == DType.UINT8, "the weights are signed")
-
-    def target(self, op: Op, x: Val, w: Val, z: Val, v: Val) -> Any:
-        def signed(u: Val) -> Any:
-            return op.Cast(op.Sub(op.Cast(u, to=int(DType.INT32)), 128), to=int(DType.INT8))
-
-        return op.MatMulInteger(x, signed(w), z, signed(v))
 
 
 _Chain = list[tuple[Node, int]]

@@ -151,7 +151,8 @@ def optimize(
     - `backend_ops`: the result may have operators that only ONNX Runtime has (com.microsoft).
     - `allow_approximate`: allow rules that may lose more than two bits of float32 accuracy.
     - `assuming`: assumptions that some rules need: "finite" (no infinities, no NaN in the data), "nonempty" (no
-      dimension is 0), "vnni" (the processor adds products of 8-bit integers without saturation).
+      dimension is 0), "vnni" (the processor adds products of 8-bit integers without saturation; this
+      processor is tried, unless the result is `portable` or for another one).
     - `exclude`, `only`: names of rules or of rule families. `rules`: a Python file with the user's own RULES, which are
       proven before use unless `trust_rules` is set.
     - `shapes`: input name -> shape, for cost and measurement; `fix_shapes` also writes them into the model.

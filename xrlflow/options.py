@@ -36,7 +36,9 @@ LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
 """Greedy searches, each with the number of steps that it looks ahead when no single step gains."""
 SEARCHES = (*COMPARED, TREE, RLFLOW, *LOOKAHEAD)
 NONEMPTY = "nonempty"
-ASSUMPTIONS = frozenset({"finite", NONEMPTY, "vnni"})
+VNNI = "vnni"
+"""The processor adds products of bytes without saturation. This one is tried."""
+ASSUMPTIONS = frozenset({"finite", NONEMPTY, VNNI})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
 COSTS = ("auto", "roofline", "profiled", "learned", "measured")
 ALPHA = 1.05
@@ -205,7 +207,7 @@ class Options(Common):
     )
     assuming: Sequence[str] = option(
         (),
-        "What holds: finite (no infinities, no NaN), nonempty (no dimension is 0), vnni (the processor).",
+        "What holds: finite (no infinities, no NaN), nonempty (no dimension is 0), vnni (the processor: tried).",
         list[str],
         name="--assume",
         values=sorted(ASSUMPTIONS),

@@ -5,19 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rewrite_rules import exporter_cleanup
 from rewrite_rules.exporter_cleanup import (
     FoldComputedShape,
     KeepRowsInQuantizedProduct,
     MergeFlattenedTranspose,
     MoveReshapeIntoConstant,
-    UseSignedWeights,
     _takes,
 )
-from tests.rules.harness import alone, applies, model, refuses, run
+from tests.rules.harness import alone, applies, model, refuses
 from xrlflow.ir import dims
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Library, RewriteState, declared_in
+from xrlflow.rewrite import RewriteState
 
 
 def test_a_shape_through_casts_and_negative_indices() -> None:
@@ -103,31 +101,6 @@ def test_dimensions_of_zero_may_be_copied(before: str, flat: str, after: str, re
         f" b = Transpose<perm = [0, 2, 1]>(a) g = Constant<value_ints = [{after}]>() y = Reshape(b, g) }}"
     )
     refuses(MergeFlattenedTranspose(), proto, reason)
-
-
-def test_weights_become_signed() -> None:
-    weights = np.random.default_rng(0).integers(0, 256, (40, 30)).astype(np.uint8)
-    proto = model(
-        "agraph (uint8[N,40] x, uint8 z) => (int32[N,30] y) <uint8 v = {131}> { y = MatMulInteger(x, w, z, v) }",
-        w=weights,
-    )
-    graph = applies(UseSignedWeights(), proto, ops=["MatMulInteger"])
-    (node,) = (n for n in graph.nodes() if not n.const)
-    assert graph.type(node.inputs[1]).const
-    feeds = {"x": np.full((2, 40), 255, np.uint8), "z": np.asarray(0, np.uint8)}
-    assert run(proto, feeds)[0].shape == (2, 30)
-
-
-def test_signed_weights_need_a_processor_that_does_not_saturate() -> None:
-    assert "UseSignedWeights" not in Library(declared_in(exporter_cleanup)).rules
-    assert "UseSignedWeights" in Library(declared_in(exporter_cleanup), assuming=("vnni",)).rules
-
-
-def test_computed_weights_stay() -> None:
-    proto = model(
-        "agraph (uint8[N,4] x, uint8[4,3] w, uint8 z) => (int32[N,3] y) { y = MatMulInteger(x, w, z, z) }"
-    )
-    refuses(UseSignedWeights(), proto)
 
 
 QUANTISED = (

@@ -14,12 +14,14 @@ from rewrite_rules.quantised import (
     QuantiseAllUnsigned,
     QuantiseUnsigned,
     StoreQuantisedWeights,
+    UseSignedWeights,
 )
 from tests.rules.harness import alone, applies, model, refuses, rewritten, run
+from xrlflow.backends.onnxruntime.saturation import saturates
 from xrlflow.ir import DType
 from xrlflow.onnxio import load
 from xrlflow.prover.machine import MACHINE, evaluation
-from xrlflow.rewrite import AnyRule, RewriteState
+from xrlflow.rewrite import AnyRule, Library, RewriteState
 
 SCALES = {"s": np.float32(0.1), "t": np.float32(0.3), "z": np.int8(-3)}
 
@@ -254,3 +256,72 @@ def test_a_convolution_that_is_no_stem_stays(
     text: str, reason: str | None, values: dict[str, object]
 ) -> None:
     refuses(ConvolveBlocks(), _stem(text, **values), reason)
+
+
+def test_weights_become_signed() -> None:
+    weights = np.random.default_rng(0).integers(0, 256, (40, 30)).astype(np.uint8)
+    proto = model(
+        "agraph (uint8[N,40] x, uint8 z) => (int32[N,30] y) <uint8 v = {131}> { y = MatMulInteger(x, w, z, v) }",
+        w=weights,
+    )
+    graph = applies(UseSignedWeights(), proto, ops=["MatMulInteger"])
+    (node,) = (n for n in graph.nodes() if not n.const)
+    assert graph.type(node.inputs[1]).const
+    feeds = {"x": np.full((2, 40), 255, np.uint8), "z": np.asarray(0, np.uint8)}
+    assert run(proto, feeds)[0].shape == (2, 30)
+
+
+def test_signed_weights_need_a_processor_that_does_not_saturate() -> None:
+    assert "UseSignedWeights" not in Library([UseSignedWeights()]).rules
+    assert "UseSignedWeights" in Library([UseSignedWeights()], assuming=("vnni",)).rules
+
+
+def test_computed_weights_stay() -> None:
+    proto = model(
+        "agraph (uint8[N,4] x, uint8[4,3] w, uint8 z) => (int32[N,3] y) { y = MatMulInteger(x, w, z, z) }"
+    )
+    refuses(UseSignedWeights(), proto)
+
+
+PRODUCT = (
+    "agraph (uint8[N,40] q) => (y) { x = DequantizeLinear(q, s, z) u = DequantizeLinear<axis=1>(w, r, v) "
+    "m = MatMul(x, u) g = QuantizeLinear(m, t, z) y = DequantizeLinear(g, t, z) }"
+)
+
+
+def _product(text: str = PRODUCT, **values: object) -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    given = {
+        "w": rng.integers(0, 256, (40, 30)).astype(np.uint8), "r": rng.random(30).astype(np.float32) + 0.1,
+        "v": rng.integers(0, 256, 30).astype(np.uint8), "s": np.float32(0.1), "t": np.float32(70), "z": np.uint8(100),
+    }  # fmt: skip
+    return model(text, **(given | values))
+
+
+@pytest.mark.skipif(saturates(), reason="products of bytes saturate on this processor")
+@pytest.mark.parametrize(
+    "text",
+    [
+        PRODUCT,
+        PRODUCT.replace("(w, r, v)", "(w, r)"),
+        "agraph (uint8[N,40] q) => (y) <uint8 k = {7}> { y = QLinearMatMul(q, s, z, w, s, k, t, z) }",
+        "agraph (uint8[N,40] q) => (y) { y = MatMulInteger(q, w) }",
+        "agraph (uint8[N,40] q) => (y) { y = MatMulInteger(q, w, z, v) }",
+    ],
+)
+def test_products_with_signed_weights_are_equal(text: str) -> None:
+    q = np.random.default_rng(1).choice(np.uint8([0, 255, 100, 7]), (9, 40))
+    _equal(UseSignedWeights(), _product(text), {"q": q})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PRODUCT.replace("uint8[N,40]", "int8[N,40]").replace("(q, s, z)", "(q, s)"),
+        PRODUCT.replace("g = QuantizeLinear(m, t, z) y = DequantizeLinear(g, t, z)", "y = Relu(m)"),
+        PRODUCT.replace("(y)", "(y, k)").replace("m = ", "k = Neg(u) m = "),
+        PRODUCT.replace("MatMul(x, u)", "Add(x, u)").replace("N,40", "40,30"),
+    ],
+)
+def test_weights_of_no_product_of_bytes_stay(text: str) -> None:
+    refuses(UseSignedWeights(), _product(text))

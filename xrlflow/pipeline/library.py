@@ -15,12 +15,13 @@ from typing import Any
 from rewrite_rules import LIBRARY
 from rewrite_rules.placement import PLACEMENT, Loses, placement_rules
 from xrlflow.backends import BackendError
+from xrlflow.backends.onnxruntime.saturation import saturates
 from xrlflow.backends.protocol import USE_ONNXRUNTIME
 from xrlflow.backends.tvm import Tvm
 from xrlflow.backends.tvm.lowering.importer import check_sizes
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import ImportedModel, Source, load
-from xrlflow.options import NONEMPTY, OptionError, Options, check_seed
+from xrlflow.options import NONEMPTY, VNNI, OptionError, Options, check_seed
 from xrlflow.pipeline.factories import factory_of
 from xrlflow.pipeline.trace import read_trace
 from xrlflow.prover import Certificate, prove_all, prove_by
@@ -43,9 +44,17 @@ def library_for(options: Options) -> Library:
     placed = any(step.family == PLACEMENT for step in steps)
     return Library(
         [rule for rule in selected if placed or rule not in placing], backend=options.runtime,
-        contrib=options.backend_ops, assuming=options.assumptions, runs=runs if options.compiling else None,
-        least_size=int(NONEMPTY in options.assumptions),
+        contrib=options.backend_ops, assuming=(*options.assumptions, *_of_this_processor(options)),
+        runs=runs if options.compiling else None, least_size=int(NONEMPTY in options.assumptions),
     )  # fmt: skip
+
+
+def _of_this_processor(options: Options) -> tuple[str, ...]:
+    """What rules may assume of the processor that the result is for, if that is this one: it is tried."""
+    elsewhere = options.cpu is not None or options.triple is not None or options.remote is not None
+    if elsewhere or options.portable:
+        return ()
+    return () if saturates() else (VNNI,)
 
 
 @functools.cache

@@ -6,10 +6,12 @@ import os
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rewrite_rules import LIBRARY
 from rewrite_rules.placement import without_placement
 from xrlflow.backends import RepeatedComparison
 from xrlflow.backends.results import SpeedUp
@@ -18,6 +20,7 @@ from xrlflow.backends.tvm.library.hybrid import Hybrid
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, Source, save, save_original, to_proto
 from xrlflow.onnxio.versions import opset_of
+from xrlflow.options import VNNI
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
@@ -180,7 +183,7 @@ def _report(
         phases=context.clock.phases,
         returned_original=accepted is None,
         reason=finished.reason,
-        notes=_notes(context, finished),
+        notes=_notes(context, finished, {s.rule for s in steps}),
         trials=finished.selection.trials if finished.selection is not None else (),
         kernel_nodes=finished.hybrid.nodes if finished.hybrid is not None else 0,
         algorithms=finished.algorithms,
@@ -190,8 +193,14 @@ def _report(
     )
 
 
-def _notes(context: Context, finished: Finished) -> tuple[str, ...]:
+def _notes(context: Context, finished: Finished, applied: Collection[str]) -> tuple[str, ...]:
+    """The notes of a result. `applied`: the names of the rules that made it."""
     notes = [*context.imported.notes, *context.notes]
+    if any(rule.assumes == VNNI for rule in LIBRARY if rule.name in applied):
+        notes.append(
+            "the result multiplies unsigned with signed bytes: that is exact on this processor, and on others whose "
+            "`xrlflow doctor` says so (--portable avoids it)"
+        )
     own, asked = opset_of(context.imported.frame), context.options.opset
     if finished.accepted is None and asked is not None and asked != own:
         notes.append(
