@@ -492,54 +492,87 @@ def _reached(following: Callable[[Node], list[Node]], node: Node) -> set[str]:
     return {n.op for n in seen.values()}
 
 
-class QuantiseBeforeRelu(Rule, family="precision"):
-    """quantise(relu(x), s, z) -> quantise(leakyrelu(dequantise(quantise(x, s, z), s, z)), s, z)  for a convolution x.
-
-    ONNX Runtime makes operators of bytes of the convolution, and of LeakyRelu (with the slope 0), but not of Relu. The
-    first quantisation rounds as the last one does, and the last one rounds nothing.
+class _Rectified(Rule, family="precision"):
+    """A rule that writes an activation between bytes as LeakyRelu with slope 0, for which ONNX Runtime has a kernel of
+    bytes (a table of 256 results).
     """
 
     backend = "onnxruntime"
     proof = "numeric"
-    relies_on = "what is dequantised is quantised to the same bytes again"
+    relies_on = "leakyrelu with slope 0 is relu for finite numbers"
     unpriced = True
-    optional = ("u", "o", "b", "z")
-    shapes = (
-        "x[...] t[]:const u[]:const w[...]:const r[...]:const o[...]:const b[...]:const s[]:const z[]:const"
-    )
+
+    def target(self, op: Op, x: Val, t: Val, u: Val | None, s: Val, z: Val | None) -> Any:
+        return op.QuantizeLinear(op.LeakyRelu(op.DequantizeLinear(x, t, u), alpha=0.0), s, z)
+
+
+def _check_bytes(x: Val, t: Val, z: Val | None) -> None:
+    kinds = (DType.INT8, DType.UINT8)
+    # For larger scales, products with bytes overflow, and 0 * inf is no number.
+    accurate(0 < t.scalar < 1e36, "the scale is no ordinary number")
+    profitable(x.dtype in kinds, "the operand is not of bytes")
+    profitable((DType.UINT8 if z is None else z.dtype) == x.dtype, "the result is not of the same bytes")
+
+
+class RectifyBytes(_Rectified):
+    """quantise(relu(dequantise(x, t, u)), s, z) -> quantise(leakyrelu(dequantise(x, t, u)), s, z)  with slope 0.
+
+    ONNX Runtime has no kernel of bytes for Relu, which then stays one of floats, if the zero point is not the least
+    byte.
+    """
+
+    optional = ("u", "z")
+    shapes = "x[...] t[]:const u[]:const s[]:const z[]:const"
     examples = graphs(
-        f"(uint8[N,2,5] p) => (float[N,3,3] y) <int8[3,2,3] v = {_numbers(18)}, float s = {{0.1}}, uint8 z = {{9}}, "
-        "int8 o = {0}> { x = DequantizeLinear(p, s, z) w = DequantizeLinear(v, s, o) c = Conv(x, w) r = Relu(c) "
-        "q = QuantizeLinear(r, s, z) y = DequantizeLinear(q, s, z) }",
-        f"(uint8[1,2,4,4] p) => (q) <int8[3,2,2,2] v = {_numbers(24)}, float[3] t = {{0.1,0.3,0.2}}, "
-        "float s = {0.2}, uint8 z = {7}, float[3] b = {-1.5,2.5,7.0}> { x = DequantizeLinear(p, s, z) "
-        "w = DequantizeLinear<axis=0>(v, t) c = Conv<pads=[1,0,1,0]>(x, w, b) r = Relu(c) "
-        "q = QuantizeLinear(r, s, z) }",
-        f"(uint8[1,2,4,4] p) => (q) <int8[2,1,2,2] v = {_numbers(8)}, float s = {{0.2}}> "
-        "{ x = DequantizeLinear(p, s) w = DequantizeLinear(v, s) c = Conv<group=2>(x, w) r = Relu(c) "
-        "q = QuantizeLinear(r, s) }",
+        "(uint8[N,3] x) => (y) <float t = {0.1}, uint8 u = {100}, float s = {0.2}, uint8 z = {7}> "
+        "{ d = DequantizeLinear(x, t, u) r = Relu(d) y = QuantizeLinear(r, s, z) }",
+        "(int8[5] x) => (y) <float t = {0.1}, int8 u = {-3}, float s = {0.3}, int8 z = {-100}> "
+        "{ d = DequantizeLinear(x, t, u) r = Relu(d) y = QuantizeLinear(r, s, z) }",
+        "(uint8[2,2] x) => (y) <float t = {0.1}> { d = DequantizeLinear(x, t) r = Relu(d) y = QuantizeLinear(r, t) }",
+    )
+    near_misses = graphs(
+        "(uint8[2,2] x) => (y) <float t = {3e37}> { d = DequantizeLinear(x, t) r = Relu(d) y = QuantizeLinear(r, t) }",
     )
 
-    def source(self, op: Op, x: Any, t: Any, u: Any, w: Any, r: Any, o: Any, b: Any, s: Any, z: Any) -> Any:
-        image = op.DequantizeLinear(x, t, u, attrs="i")
-        weights = op.DequantizeLinear(w, r, o, attrs="j")
-        return op.QuantizeLinear(op.Relu(op.Conv(image, weights, b, attrs="c")), s, z)
+    def source(self, op: Op, x: Any, t: Any, u: Any, s: Any, z: Any) -> Any:
+        return op.QuantizeLinear(op.Relu(op.DequantizeLinear(x, t, u)), s, z)
 
-    def where(self, x: Val, s: Val, z: Val | None) -> None:
-        # Signed bytes become unsigned ones first (`QuantiseAllUnsigned`): there is no kernel for a mixture.
-        profitable(x.dtype == DType.UINT8, "the image is not of unsigned bytes")
-        profitable(z is None or z.dtype == DType.UINT8, "the result is not of unsigned bytes")
-        # For larger scales, products with bytes overflow.
-        accurate(0 < s.scalar < 1e36, "the scale is no ordinary number")
+    def where(self, x: Val, t: Val, z: Val | None) -> None:
+        _check_bytes(x, t, z)
 
-    def target(
-        self, op: Op, m: Captures, x: Val, t: Val, u: Val | None, w: Val, r: Val, o: Val | None, b: Val | None, s: Val,
-        z: Val | None,
-    ) -> Any:  # fmt: skip
-        image = op.DequantizeLinear(x, t, u, attrs=m.i)
-        weights = op.DequantizeLinear(w, r, o, attrs=m.j)
-        inner = op.QuantizeLinear(op.Conv(image, weights, b, attrs=m.c), s, z)
-        return op.QuantizeLinear(op.LeakyRelu(op.DequantizeLinear(inner, s, z), alpha=0.0), s, z)
+
+class ClipBytes(_Rectified):
+    """quantise(clip(dequantise(x, t, u), 0, h), s, z) -> quantise(leakyrelu(dequantise(x, t, u)), s, z)  with slope 0
+
+    if h is quantised to the greatest byte, where the range of bytes ends anyway. See RectifyBytes.
+    """
+
+    optional = ("u", "z", "h")
+    shapes = "x[...] t[]:const u[]:const s[]:const z[]:const k[]:const h[]:const"
+    examples = graphs(
+        "(uint8[N,3] x) => (y) <float t = {0.1}, uint8 u = {100}, float s = {0.2}, uint8 z = {7}, float k = {0}, "
+        "float h = {49.6}> { d = DequantizeLinear(x, t, u) r = Clip(d, k, h) y = QuantizeLinear(r, s, z) }",
+        "(int8[5] x) => (y) <float t = {0.1}, int8 u = {-3}, float s = {0.03}, int8 z = {-100}, float k = {0}, "
+        "float h = {6.9}> { d = DequantizeLinear(x, t, u) r = Clip(d, k, h) y = QuantizeLinear(r, s, z) }",
+        "(uint8[2,2] x) => (y) <float t = {0.1}, float k = {0}> "
+        "{ d = DequantizeLinear(x, t) r = Clip(d, k) y = QuantizeLinear(r, t) }",
+    )
+    near_misses = graphs(
+        "(uint8[2,2] x) => (y) <float t = {0.1}, float s = {0.05}, float k = {-1}> "
+        "{ d = DequantizeLinear(x, t) r = Clip(d, k) y = QuantizeLinear(r, s) }",
+        "(uint8[N,3] x) => (y) <float t = {0.1}, uint8 u = {100}, float s = {0.01}, uint8 z = {7}, float k = {0}, "
+        "float h = {2.4}> { d = DequantizeLinear(x, t, u) r = Clip(d, k, h) y = QuantizeLinear(r, s, z) }",
+    )
+
+    def source(self, op: Op, x: Any, t: Any, u: Any, s: Any, z: Any, k: Any, h: Any) -> Any:
+        return op.QuantizeLinear(op.Clip(op.DequantizeLinear(x, t, u), k, h), s, z)
+
+    def where(self, x: Val, t: Val, s: Val, z: Val | None, k: Val, h: Val | None) -> None:
+        _check_bytes(x, t, z)
+        require(k.scalar == 0, "the least number is not 0")
+        if h is not None:
+            highest = np.rint(np.float32(h.scalar) / np.float32(s.scalar)) + (0 if z is None else z.scalar)
+            require(highest >= (127 if x.dtype == DType.INT8 else 255), "the range of bytes goes on")
 
 
 # Beyond so many channels, ONNX Runtime copies images for a convolution of bytes in pieces that are long enough.
