@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx
 import pytest
 
 from rewrite_rules.quantised import (
+    ClipBytes,
     ConvolveBlocks,
     ConvolveIntegersInFloat32,
     ConvolveUnsignedWeights,
     DequantiseWeightsOnce,
     QuantiseAllUnsigned,
     QuantiseUnsigned,
+    RectifyBytes,
     StoreQuantisedWeights,
     UseSignedWeights,
 )
@@ -325,3 +329,49 @@ def test_products_with_signed_weights_are_equal(text: str) -> None:
 )
 def test_weights_of_no_product_of_bytes_stay(text: str) -> None:
     refuses(UseSignedWeights(), _product(text))
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8])
+@pytest.mark.parametrize("activation", ["Relu(d)", "Clip(d, k, h)", "Clip(d, k)"])
+def test_activations_between_bytes_are_equal(kind: type, activation: str) -> None:
+    """All bytes, at the limits of the zero points."""
+    rule = RectifyBytes() if activation == "Relu(d)" else ClipBytes()
+    info = np.iinfo(kind)
+    text = (
+        f"agraph ({np.dtype(kind).name}[256] p) => (q) "
+        f"{{ d = DequantizeLinear(p, s, z) r = {activation} q = QuantizeLinear(r, t, v) }}"
+    )
+    p = np.arange(info.min, info.max + 1).astype(kind)
+    for zero, other in itertools.product((info.min, 3, info.max), repeat=2):
+        values = {
+            "s": np.float32(0.3),
+            "z": kind(zero),
+            "t": np.float32(0.1),
+            "v": kind(other),
+            "k": np.float32(0),
+        }
+        proto = model(text, **values, h=np.float32(0.1 * (info.max - other)))
+        _equal(rule, proto, {"p": p})
+
+
+BETWEEN = "agraph (uint8[9] p) => (q) { d = DequantizeLinear(p, s, z) r = Clip(d, k, h) q = QuantizeLinear(r, t, z) }"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"h": np.float32(6)}, "range"),
+        ({"k": np.float32(0.1)}, "least"),
+        ({"s": np.float32(2e36)}, "scale"),
+    ],
+)
+def test_other_clips_between_bytes_stay(changes: dict[str, object], reason: str) -> None:
+    values = {
+        "s": np.float32(0.3),
+        "z": np.uint8(5),
+        "t": np.float32(0.1),
+        "k": np.float32(0),
+        "h": np.float32(26),
+    }
+    applies(ClipBytes(), model(BETWEEN, **values))
+    refuses(ClipBytes(), model(BETWEEN, **(values | changes)), reason)
