@@ -24,7 +24,6 @@ from rewrite_rules.reading import (
     operands,
 )
 from xrlflow.ir import Node, Value
-from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 # Activations written with Where
@@ -821,7 +820,7 @@ class SplitHardSwish(Rule, family="normalisation"):
 
 def _bounds(x: Val, low: Val | None, high: Val | None) -> tuple[float, float]:
     """The bounds of a Clip. For an absent bound the type's least or greatest number is returned, not infinity."""
-    highest = float(ml_dtypes.finfo(numpy_dtype(x.dtype)).max)  # type: ignore[no-untyped-call]
+    highest = float(ml_dtypes.finfo(x.storage).max)  # type: ignore[no-untyped-call]
     return (-highest if low is None else low.scalar, highest if high is None else high.scalar)
 
 

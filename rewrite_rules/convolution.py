@@ -19,7 +19,6 @@ from rewrite_rules.reshape import VIEWS
 from rewrite_rules.shapes import per_rank
 from xrlflow.ir import ABSENT, Attrs, Dim, Node, Value
 from xrlflow.ir.dims import LARGEST
-from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, profitable, require
 
 _IMAGE = per_rank("x[i,c{h}]")
@@ -945,7 +944,7 @@ class ReplaceAveragePoolByConv(Rule, family="convolution"):
 
     def target(self, op: Op, m: Captures, x: Val) -> Any:
         channels, kernel = x.size(1), window_of(m.c)
-        share = np.full((1,) * x.rank, 1 / prod(kernel), numpy_dtype(x.dtype))
+        share = np.full((1,) * x.rank, 1 / prod(kernel), x.storage)
         window = {n: m.c.get(n) for n in ("strides", "pads", "dilations")}
         return op.Conv(x, op.Expand(share, [channels, 1, *kernel]), group=channels, **window)
 

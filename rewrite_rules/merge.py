@@ -16,7 +16,6 @@ from rewrite_rules.examples import graphs
 from rewrite_rules.fold_into_weights import NUMBERS, group_of
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Node, Value
-from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 # Several products of one input
@@ -249,7 +248,7 @@ class MergeParallelConvs(_TwoConvs):
 
 def _zeros(op: Op, w: Val) -> Any:
     """A bias of zeros for a convolution's weights."""
-    return op.Expand(np.zeros(1, numpy_dtype(w.dtype)), [w.size(0)])
+    return op.Expand(np.zeros(1, w.storage), [w.size(0)])
 
 
 class SplitMergedConv(_SplitMerged):
@@ -371,7 +370,7 @@ class MergeGroupConv(Rule, family="merge"):
         ones = [1] * len(kernel)
         # Shape [merged group, old group, output, old group, input, kernel]: zero where the two old groups differ.
         parts = op.Reshape(w, [groups // n, n, outputs // groups, 1, inputs, *kernel])
-        diagonal = np.eye(n, dtype=numpy_dtype(w.dtype)).reshape(1, n, 1, n, 1, *ones)
+        diagonal = np.eye(n, dtype=w.storage).reshape(1, n, 1, n, 1, *ones)
         blocks = op.Reshape(op.Mul(parts, diagonal), [outputs, n * inputs, *kernel])
         return op.Conv(x, blocks, b, attrs=m.c, group=groups // n)
 

@@ -21,7 +21,6 @@ from rewrite_rules.fold_into_weights import STATISTICS, factor_and_shift, flat, 
 from rewrite_rules.reading import RANK_VIEWS, between, is_number, number_of, only_reader, operands, square_of
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
-from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 # Element types that are computed in float32 at most: a double would lose digits by the default `stash_type`.
@@ -910,7 +909,7 @@ class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
         affine: _Affine = region.data
         remaining = list(inputs)
         shift = remaining.pop(0) if affine.shifted else None
-        ones = op.Expand(np.ones(1, numpy_dtype(scale.dtype)), list(scale.sizes))
+        ones = op.Expand(np.ones(1, scale.storage), list(scale.sizes))
         normal = op[affine.op](x, ones, attrs=affine.attrs)
         results = []
         for name, attrs, biased in affine.readers:

@@ -20,7 +20,6 @@ from rewrite_rules.examples import graphs
 from rewrite_rules.reading import number_for
 from rewrite_rules.shapes import per_rank
 from xrlflow.ir import Dim, DType
-from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Rule, Val, accurate, profitable, require
 
 # Limit of the axis. Along an axis that is not the last, ONNX Runtime's ReduceSum adds one element after the other: with
@@ -131,7 +130,7 @@ class ReplaceReduceByMatMul(_SubstituteReduce):
         first, last = self._ends(x, axes)
         count = prod(x.size(i) for i in range(first, last + 1))
         lead, tail = x.shape[:first], x.shape[last + 1 :]
-        weight = op.Div(np.ones(1, numpy_dtype(x.dtype)), float(count if m.reduce == "ReduceMean" else 1))
+        weight = op.Div(np.ones(1, x.storage), float(count if m.reduce == "ReduceMean" else 1))
         flat = _viewed(op, x, (*lead, count, _product(tail)))
         y = op.MatMul(op.Expand(weight, [1, count]), flat)
         if m.a.get("keepdims", 1):

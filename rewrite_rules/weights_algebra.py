@@ -19,7 +19,6 @@ from rewrite_rules.examples import graphs
 from rewrite_rules.fold_into_weights import flat
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
-from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 # Limits for constants that are computed when the model is written: multiplications, and bytes of the result.
@@ -179,7 +178,7 @@ class ReplaceOneHotByGather(Rule, family="weights_algebra"):
 
     def target(self, op: Op, i: Val, w: Val) -> Any:
         rows, columns = w.sizes
-        zeros = op.Expand(np.zeros((1, 1), numpy_dtype(w.dtype)), [1, columns])
+        zeros = op.Expand(np.zeros((1, 1), w.storage), [1, columns])
         table = op.Concat(w, zeros, axis=0)
         index = op.Squeeze(i, [-1])
         in_range = op.And(op.GreaterOrEqual(index, 0), op.Less(index, rows))
@@ -328,7 +327,7 @@ class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
 
     def target(self, op: Op, region: Region, x: Val, s: Val, *inputs: Val) -> Any:
         data: _Part = region.data
-        ones = np.ones(1, numpy_dtype(s.dtype))
+        ones = np.ones(1, s.storage)
         pieces = [op.Expand(flat(op, s) if k == data.part else ones, [n]) for k, n in enumerate(data.sizes)]
         factors = op.Concat(*pieces, axis=0)
         w, *inner = inputs[: data.constants]

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
+from rewrite_rules.arithmetic import FactorOneOutOfSum
 from tests.rewrite.toy import (
     TOY,
     CancelTransposes,
@@ -343,3 +344,12 @@ def test_what_is_not_found_in_time_is_left_out() -> None:
     assert RewriteState.start(graph, Library(TOY)).count
     late = RewriteState.start(graph, Library(TOY), until=0.0)
     assert (late.count, late.graph) == (0, graph)
+
+
+def test_a_number_beside_a_value_of_unknown_type_is_refused() -> None:
+    """Operators that nobody knows have results of unknown types, and a rule's number has the type of what it meets."""
+    proto = model(
+        "agraph (float[4] x) => (float[4] y) "
+        "{ a = com.microsoft.NobodyKnowsThis(x) b = com.microsoft.NorThis(a) m = Mul(a, b) y = Add(a, m) }"
+    )
+    refuses(FactorOneOutOfSum(), proto, "an element type is not known")

@@ -80,8 +80,10 @@ class GraphBuilder(Op):
         """Make a constant from Python numbers or an array.
 
         Without `dtype` Python integers become int64 and Python floats float32; an array keeps its type. Raises
-        RuleError for more than `SMALL` elements.
+        RuleError for more than `SMALL` elements, and Refused if `dtype` is not known.
         """
+        if dtype == DType.UNDEFINED:
+            raise Refused("an element type is not known")
         array = np.asarray(data)
         if dtype is None:
             if array.dtype == np.float64 and not isinstance(data, np.ndarray):

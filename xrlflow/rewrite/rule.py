@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xrlflow.ir import ABSENT, FLOATS, Attr, Attrs, Const, Dim, DType, Graph, Node, TensorType, Value
+from xrlflow.ops.tensors import numpy_dtype
 
 Proof = Literal["field", "numeric"]
 
@@ -96,6 +97,13 @@ class Val:
         if self.type.shape is None:
             raise Refused("a rank is not known")
         return self.type.shape
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """NumPy's type of the elements; refuses the match if the type is not known."""
+        if self.type.dtype == DType.UNDEFINED:
+            raise Refused("an element type is not known")
+        return numpy_dtype(self.type.dtype)
 
     @property
     def sizes(self) -> tuple[int, ...]:
