@@ -575,6 +575,40 @@ class ClipBytes(_Rectified):
             require(highest >= (127 if x.dtype == DType.INT8 else 255), "the range of bytes goes on")
 
 
+class PoolBytes(Rule, family="precision"):
+    """quantise(mean(dequantise(x), spatial axes)) -> quantise(globalaveragepool(dequantise(x))).
+
+    ONNX Runtime has a kernel of bytes for GlobalAveragePool, and none for ReduceMean.
+    """
+
+    backend = "onnxruntime"
+    unpriced = True
+    optional = ("u", "z")
+    shapes = "x[n,c,h,w] t[]:const u[]:const a[k]:const s[]:const z[]:const"
+    examples = graphs(
+        "(uint8[N,2,3,4] x) => (y) <float t = {0.1}, uint8 u = {100}, float s = {0.2}, uint8 z = {7}> "
+        "{ d = DequantizeLinear(x, t, u) m = ReduceMean(d, [2,3]) y = QuantizeLinear(m, s, z) }",
+        "(int8[2,C,3,H] x) => (y) <float t = {0.1}, int8 u = {-3}, float s = {0.3}, int8 z = {-100}> "
+        "{ d = DequantizeLinear(x, t, u) m = ReduceMean(d, [-1,-2]) y = QuantizeLinear(m, s, z) }",
+        "(uint8[1,2,2,2] x) => (y) <float t = {0.1}> "
+        "{ d = DequantizeLinear(x, t) m = ReduceMean(d, [2,3]) y = QuantizeLinear(m, t) }",
+    )
+    near_misses = graphs(
+        "(uint8[1,2,2,2] x) => (y) <float t = {0.1}> "
+        "{ d = DequantizeLinear(x, t) m = ReduceMean(d, [1,2]) y = QuantizeLinear(m, t) }",
+    )
+
+    def source(self, op: Op, x: Any, t: Any, u: Any, a: Any, s: Any, z: Any) -> Any:
+        return op.QuantizeLinear(op.ReduceMean(op.DequantizeLinear(x, t, u), a), s, z)
+
+    def where(self, x: Val, t: Val, z: Val | None, a: Val) -> None:
+        _check_bytes(x, t, z)
+        require(sorted(i % 4 for i in a.ints) == [2, 3], "other axes are averaged")
+
+    def target(self, op: Op, x: Val, t: Val, u: Val | None, s: Val, z: Val | None) -> Any:
+        return op.QuantizeLinear(op.GlobalAveragePool(op.DequantizeLinear(x, t, u)), s, z)
+
+
 # Beyond so many channels, ONNX Runtime copies images for a convolution of bytes in pieces that are long enough.
 _FEW = 4
 

@@ -14,6 +14,7 @@ from rewrite_rules.quantised import (
     ConvolveIntegersInFloat32,
     ConvolveUnsignedWeights,
     DequantiseWeightsOnce,
+    PoolBytes,
     QuantiseAllUnsigned,
     QuantiseUnsigned,
     RectifyBytes,
@@ -375,3 +376,16 @@ def test_other_clips_between_bytes_stay(changes: dict[str, object], reason: str)
     }
     applies(ClipBytes(), model(BETWEEN, **values))
     refuses(ClipBytes(), model(BETWEEN, **(values | changes)), reason)
+
+
+MEAN = "agraph (uint8[2,3,112,111] p) => (q) { d = DequantizeLinear(p, s, z) m = ReduceMean(d, a) q = QuantizeLinear(m, t, z) }"
+
+
+def test_means_of_many_bytes_are_equal() -> None:
+    values = {"s": np.float32(0.3), "z": np.uint8(5), "t": np.float32(0.1), "a": np.int64([-1, 2])}
+    p = np.random.default_rng(0).integers(0, 80, (2, 3, 112, 111)).astype(np.uint8)
+    _equal(PoolBytes(), model(MEAN, **values), {"p": p})
+    refuses(
+        PoolBytes(), model(MEAN.replace("m = ReduceMean(d, a)", "m = ReduceMean<keepdims=0>(d, a)"), **values)
+    )
+    refuses(PoolBytes(), model(MEAN, **(values | {"a": np.int64([1, 2])})), "axes")
