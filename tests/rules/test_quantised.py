@@ -378,7 +378,10 @@ def test_other_clips_between_bytes_stay(changes: dict[str, object], reason: str)
     refuses(ClipBytes(), model(BETWEEN, **(values | changes)), reason)
 
 
-MEAN = "agraph (uint8[2,3,112,111] p) => (q) { d = DequantizeLinear(p, s, z) m = ReduceMean(d, a) q = QuantizeLinear(m, t, z) }"
+MEAN = (
+    "agraph (uint8[2,3,112,111] p) => (q) "
+    "{ d = DequantizeLinear(p, s, z) m = ReduceMean(d, a) q = QuantizeLinear(m, t, z) }"
+)
 
 
 def test_means_of_many_bytes_are_equal() -> None:
