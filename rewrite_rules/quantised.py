@@ -229,7 +229,8 @@ class ConvolveIntegersInFloat32(Rule, family="precision"):
         def single(u: Val) -> Any:
             return op.Cast(u, to=_SINGLE)
 
-        left = single(x) if z is None else op.Sub(single(x), single(z))
+        one = None if z is None else op.constant(np.ones(z.shape, np.float32))
+        left = single(x) if z is None else op.DequantizeLinear(x, one, z)
         right = single(w)
         if v is not None:
             right = op.Sub(right, single(v))
