@@ -45,12 +45,17 @@ class Sets:
         return (self.held_out or self.calibrating)[:_CHECKED]
 
 
-def user_sets(imported: ImportedModel, inputs: str | os.PathLike[str] | Mapping[str, Any], seed: int) -> Sets:
+def user_sets(
+    imported: ImportedModel,
+    inputs: str | os.PathLike[str] | Mapping[str, Any],
+    seed: int,
+    calibrated: bool = True,
+) -> Sets:
     """The user's sets of inputs: a folder of .npz files (one set each), one such file, or a mapping.
 
-    A single set whose inputs have an open first dimension, of the same size above 1, is split along this dimension. The
-    sets that are held out are drawn with `seed`. Raises OptionError for a folder without .npz files, and BadInputs
-    for a set that does not fit the model.
+    A single set whose inputs have an open first dimension, of the same size above 1, is split along this dimension. A
+    third of the sets, drawn with `seed`, is held out; all of them, if nothing is `calibrated`. Raises OptionError for
+    a folder without .npz files, and BadInputs for a set that does not fit the model.
     """
     sources: Sequence[str | os.PathLike[str] | Mapping[str, Any]] = [inputs]
     if isinstance(inputs, (str, os.PathLike)) and Path(inputs).is_dir():
@@ -63,6 +68,7 @@ def user_sets(imported: ImportedModel, inputs: str | os.PathLike[str] | Mapping[
         sets = _split(imported, whole)
     order = np.random.default_rng(seed).permutation(len(sets))
     held_out = max(1, round(_HELD_OUT * len(sets))) if len(sets) > 1 else 0
+    held_out = held_out if calibrated else len(sets)
     drawn = [sets[index] for index in order]
     return Sets(tuple(drawn[held_out:]), tuple(drawn[:held_out]), whole)
 

@@ -14,7 +14,10 @@ from onnx import TensorProto, helper, numpy_helper
 from xrlflow.backends.protocol import one_line
 from xrlflow.onnxio import protos
 from xrlflow.options import OptionError
+from xrlflow.pipeline.precision.naming import name_nodes, restore
 
+# ONNX Runtime puts Casts around operators of these domains that it cannot compute in float16.
+_DOMAINS = ("", "ai.onnx", "com.microsoft")
 _SHORT = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
 # Attributes that name the element type of an operator's output (Cast, EyeLike, RandomNormal, DequantizeLinear, ...).
 _TYPES = ("to", "dtype", "output_dtype", "stash_type")
@@ -24,20 +27,12 @@ def to_float16(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]
     """The model with its float32 tensors in float16, and the names of the weights that were converted. Inputs and
     outputs stay float32.
 
-    ONNX Runtime's library converts. Nodes of other domains than ONNX's stay in float32. Numbers beyond float16 are
+    ONNX Runtime's library converts. Nodes of other domains than ONNX's and the runtime's stay in float32. Numbers beyond float16 are
     clamped. `model` may be changed. Raises OptionError if the library fails.
     """
     before = {t.name for t in model.graph.initializer if t.data_type == TensorProto.FLOAT}
-    taken = {node.name for node in model.graph.node}
-    foreign = []
-    for index, node in enumerate(model.graph.node):
-        if node.domain not in ("", "ai.onnx"):
-            if not node.name:  # the library selects nodes by name
-                node.name = next(
-                    n for i in range(len(taken) + 1) if (n := f"{node.op_type}_{index}_{i}") not in taken
-                )
-                taken.add(node.name)
-            foreign.append(node.name)
+    former = name_nodes(model)
+    foreign = [node.name for node in model.graph.node if node.domain not in _DOMAINS]
     try:
         library = importlib.import_module("onnxruntime.transformers.float16")
         with warnings.catch_warnings():  # it warns of each tensor with numbers that float16 lacks
@@ -58,6 +53,7 @@ def to_float16(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]
         raise OptionError(
             f"precision 'float16': onnxruntime.transformers cannot convert this model: {one_line(error)}"
         ) from error
+    restore(converted, former)
     short = (t.name for t in converted.graph.initializer if t.data_type == TensorProto.FLOAT16)
     return converted, tuple(sorted(before.intersection(short)))
 

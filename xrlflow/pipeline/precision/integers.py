@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from onnx import TensorProto, helper
 
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure
@@ -30,6 +31,7 @@ from xrlflow.backends.protocol import one_line
 from xrlflow.onnxio import protos
 from xrlflow.options import OptionError
 from xrlflow.pipeline.precision.calibration import Deviation, Outputs, Sets, deviation, run_all
+from xrlflow.pipeline.precision.naming import name_nodes, restore
 
 WEIGHTED = ("Conv", "Gemm", "MatMul")
 # What keeps bytes as they are between two quantised layers. Reshape and Transpose would do so, too, but at opset 21 and
@@ -41,6 +43,13 @@ BY_CHANNEL = 13
 _TIMING = 0.8
 # How much the error budget shrinks at least when a selection exceeds the bound, and how often it shrinks at most.
 _SHRINK, _SELECTIONS = 0.8, 12
+# Seconds that selections may take longer than planned, since all measurements would be lost.
+_LATE = 5.0
+
+
+# The part of the bound that a selection may use. Optimising rounds differently, so the error of the result is slightly
+# different.
+_MARGIN = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +106,17 @@ class Quantiser:
     _names: dict[str, str] = field(default_factory=dict, init=False)  # original names by unique names
 
     def __post_init__(self) -> None:
-        count = Counter(node.name for node in self.model.graph.node)
-        taken = set(count)
-        for index, node in enumerate(self.model.graph.node):
-            if not node.name or count[node.name] > 1:
-                unique = f"{node.name or node.op_type}_{index}"
-                while unique in taken:
-                    unique += "_"
-                taken.add(unique)
-                self._names[unique], node.name = node.name, unique
+        self._names = name_nodes(self.model)
+        graph = self.model.graph
+        # Without a type the library leaves an activation as it is; types behind operators of other domains are unknown
+        # to it. A weight's type is that of the layer's other tensors, too.
+        known = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}
+        by_name = {node.name: node for node in graph.node}
+        for layer in self.layers:
+            for name in (by_name[layer.name].input[0], by_name[layer.name].output[0]):
+                if name not in known:
+                    known.add(name)
+                    graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -114,7 +125,7 @@ class Quantiser:
         inputs = {value.name for value in graph.input}  # a caller may pass other weights for these
         weights = {
             t.name: len(t.dims) for t in graph.initializer
-            if t.data_type == onnx.TensorProto.FLOAT and t.name not in inputs and np.prod(t.dims)
+            if t.data_type == TensorProto.FLOAT and t.name not in inputs and np.prod(t.dims)
         }  # fmt: skip
         found = []
         for node in graph.node:
@@ -155,8 +166,7 @@ class Quantiser:
 
     def _restored(self, written: onnx.ModelProto) -> bytes:
         """The model with the original's names of nodes and of its producer, serialised."""
-        for node in written.graph.node:
-            node.name = self._names.get(node.name, node.name)
+        restore(written, self._names)
         written.producer_name, written.producer_version = (
             self.model.producer_name,
             self.model.producer_version,
@@ -205,7 +215,7 @@ class Selection:
         if not useful:
             return "no layer is faster in 8 bits"
         found = first if len(useful) == len(groups) else self._quantised(useful)
-        if found.error.rms <= self.bound:
+        if found.error.rms <= _MARGIN * self.bound:
             return found
         if len(groups) == 1 or time.monotonic() > self.until:
             return (
@@ -268,23 +278,20 @@ class Selection:
             self.say(done, len(groups), "errors")
             error = self._error(self.quantiser.quantised(group.layers), checking=False)
             measured.append(Group(group.layers, group.gain, error.rms))
-        budget, before = self.bound, tuple(measured)
+        budget, before, least = _MARGIN * self.bound, tuple(measured), found.error.rms
         for _ in range(_SELECTIONS):
             chosen = select(measured, budget)
-            if chosen and chosen != before:
-                found = self._quantised(chosen)
-                if found.error.rms <= self.bound:
-                    return found
-                before = chosen
-            if not chosen:
+            if not chosen or time.monotonic() > self.until + _LATE:
                 break
-            # The next budget is less by how much the measured error exceeds the bound.
+            if chosen != before:
+                found, before = self._quantised(chosen), chosen
+                least = min(least, found.error.rms)
+                if found.error.rms <= _MARGIN * self.bound:
+                    return found
+            # The next budget is less by as much as the measured error exceeds the bound.
             summed = math.sqrt(math.fsum(group.error**2 for group in chosen))
-            budget = min(budget, summed) * min(_SHRINK, self.bound / found.error.rms)
-        least = min(group.error for group in measured)
-        return (
-            f"no selection of layers keeps within the bound of {self.bound:g}: the least error is {least:.3g}"
-        )
+            budget = min(budget, summed) * min(_SHRINK, _MARGIN * self.bound / found.error.rms)
+        return f"no layers were found that keep within the bound of {self.bound:g}: the least error was {least:.3g}"
 
 
 def _library() -> Any:

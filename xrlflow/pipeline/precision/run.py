@@ -15,12 +15,13 @@ from rewrite_rules import LIBRARY
 from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.library_files import library_of
 from xrlflow.backends.onnxruntime import Deciding, default_threads, measure_in_fresh_processes, with_library
+from xrlflow.backends.onnxruntime import Options as Session
 from xrlflow.backends.results import Verdict
 from xrlflow.cost import Roofline
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, ModelError, Source, load, to_proto
 from xrlflow.onnxio.versions import opset_of
-from xrlflow.options import FLOAT16, INT8, KEEP, Options
+from xrlflow.options import FLOAT16, FLOAT32, INT8, KEEP, OptionError, Options
 from xrlflow.pipeline.artifact import Original
 from xrlflow.pipeline.attempts import attempted
 from xrlflow.pipeline.precision import floats
@@ -95,15 +96,19 @@ def converted(source: Source, options: Options, listener: Listener | None, optim
         if options.inputs is None:
             sets = random_sets(imported, original.runnable, options.seed)
         else:
-            sets = user_sets(imported, options.inputs, options.seed)
+            calibrated = options.precision == INT8
+            sets = user_sets(imported, options.inputs, options.seed, calibrated)
         job = _Job(original, imported, options, listener, sets, begin)
         try:
             conversion = _CONVERSIONS[options.precision](job, Path(folder))
-        except ModelError as error:
-            raise ModelError(f"precision {options.precision!r}: {error}") from error
+        except ModelError as failure:
+            raise ModelError(f"precision {options.precision!r}: {failure}") from failure
         spent = time.monotonic() - begin
         if conversion.model is None:
             return _kept(job, conversion, conversion.reason, spent)
+        error = _error(job, conversion.model)
+        if not error.rms <= options.precision_error:
+            return _kept(job, conversion, _exceeds(job, error), spent, error)
         limit = max(_LEAST, _OPTIMISING * job.left)
         result = optimize(conversion.model, replace(job.kept, time_limit=limit), listener)
         return _judged(job, conversion, result, Path(folder) / "result.onnx", spent)
@@ -115,18 +120,9 @@ def _judged(job: _Job, conversion: _Conversion, result: Result, path: Path, spen
     options, bound = job.options.session_options, job.options.precision_error
     if (library := library_of(str(path))) is not None:
         options = with_library(options, library)
-    checking = job.sets.checking
-    own = job.options.session_options
-    expected = run_all(job.original.runnable, checking, threads=job.threads, session_options=own)
-    try:
-        found = run_all(str(path), checking, threads=job.threads, session_options=options)
-    except BackendError as failure:
-        return _kept(job, conversion, f"the model in {job.options.precision} does not run: {failure}", spent)
-    error = deviation(expected, found)
+    error = _error(job, str(path), options)
     if not error.rms <= bound:
-        return _kept(
-            job, conversion, f"the error {error.rms:.3g} exceeds the bound of {bound:g}", spent, error
-        )
+        return _kept(job, conversion, _exceeds(job, error), spent, error)
     compared: RepeatedComparison | None = None
     if job.options.measure:
         compared = measure_in_fresh_processes(
@@ -136,6 +132,23 @@ def _judged(job: _Job, conversion: _Conversion, result: Result, path: Path, spen
         if not _better(job.options.precision, compared):
             return _kept(job, conversion, compared_with(compared), spent, error, compared)
     return _accepted(job, conversion, result, spent, error, compared)
+
+
+def _error(job: _Job, model: str | bytes, session_options: Session | None = None) -> Deviation:
+    """The error of a model's outputs on the checking sets. Raises OptionError if the model does not run."""
+    own = job.options.session_options
+    expected = run_all(job.original.runnable, job.sets.checking, threads=job.threads, session_options=own)
+    try:
+        found = run_all(model, job.sets.checking, threads=job.threads, session_options=session_options or own)
+    except BackendError as error:
+        raise OptionError(
+            f"precision {job.options.precision!r}: the converted model does not run: {error}"
+        ) from error
+    return deviation(expected, found)
+
+
+def _exceeds(job: _Job, error: Deviation) -> str:
+    return f"the error {error.rms:.3g} exceeds the bound of {job.options.precision_error:g}"
 
 
 def _better(precision: str, compared: RepeatedComparison) -> bool:
@@ -219,7 +232,7 @@ def _record(job: _Job, conversion: _Conversion, error: Deviation | None) -> Prec
         largest_error=error.largest if error is not None else None,
         calibrating=len(job.sets.calibrating) if job.options.precision == INT8 else 0,
         checking=len(job.sets.checking),
-        held_out=bool(job.sets.held_out),
+        held_out=bool(job.sets.held_out) and job.options.precision == INT8,
     )
 
 
@@ -267,7 +280,7 @@ def _of_floats(model: onnx.ModelProto, names: tuple[str, ...], otherwise: str) -
     return _Conversion(model.SerializeToString(), names, len(names))
 
 
-_CONVERSIONS = {INT8: _to_integers, FLOAT16: _to_float16, "float32": _to_float32}
+_CONVERSIONS = {INT8: _to_integers, FLOAT16: _to_float16, FLOAT32: _to_float32}
 
 
 def _without_batch_norms(imported: ImportedModel) -> Graph:
