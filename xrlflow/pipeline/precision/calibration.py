@@ -24,8 +24,8 @@ Outputs = Sequence[Sequence[Any]]
 
 # The fraction of the user's sets that is held out: at least one set, if there are two.
 _HELD_OUT = 1 / 3
-# The most sets on which errors are measured, so that a folder of thousands of sets does not use up the time.
-_CHECKED = 32
+# The most sets with which ranges are calibrated, and on which errors are measured: a folder may have thousands.
+_CALIBRATED, _CHECKED = 128, 16
 # The number of random sets, if the user gives none (conversion to float16 or float32 needs no calibration).
 _DRAWN = 4
 
@@ -37,7 +37,7 @@ class Sets:
     calibrating: tuple[Feeds, ...]
     held_out: tuple[Feeds, ...]
     whole: Feeds
-    """The set for measuring times: the user's first set, before it is split along its batch."""
+    """The set for measuring times: one of the user's, before it is split along its batch."""
 
     @property
     def checking(self) -> tuple[Feeds, ...]:
@@ -54,23 +54,25 @@ def user_sets(
     """The user's sets of inputs: a folder of .npz files (one set each), one such file, or a mapping.
 
     A single set whose inputs have an open first dimension, of the same size above 1, is split along this dimension. A
-    third of the sets, drawn with `seed`, is held out; all of them, if nothing is `calibrated`. Raises OptionError for
-    a folder without .npz files, and BadInputs for a set that does not fit the model.
+    third of the sets, drawn with `seed`, is held out; all of them, if nothing is `calibrated`. Of more than 144 sets,
+    144 are drawn. Raises OptionError for a folder without .npz files, and BadInputs for a set that does not fit the
+    model.
     """
     sources: Sequence[str | os.PathLike[str] | Mapping[str, Any]] = [inputs]
     if isinstance(inputs, (str, os.PathLike)) and Path(inputs).is_dir():
         sources = sorted(Path(inputs).glob("*.npz"))
         if not sources:
             raise OptionError(f"inputs {os.fspath(inputs)}: the folder has no .npz files")
-    sets = [dict(user_case(imported, source).feeds) for source in sources]
+    rng = np.random.default_rng(seed)
+    drawn = [sources[index] for index in rng.permutation(len(sources))[: _CALIBRATED + _CHECKED]]
+    sets = [dict(user_case(imported, source).feeds) for source in drawn]
     whole = sets[0]
     if len(sets) == 1:
         sets = _split(imported, whole)
-    order = np.random.default_rng(seed).permutation(len(sets))
-    held_out = max(1, round(_HELD_OUT * len(sets))) if len(sets) > 1 else 0
+        sets = [sets[index] for index in rng.permutation(len(sets))[: _CALIBRATED + _CHECKED]]
+    held_out = min(max(1, round(_HELD_OUT * len(sets))), _CHECKED) if len(sets) > 1 else 0
     held_out = held_out if calibrated else len(sets)
-    drawn = [sets[index] for index in order]
-    return Sets(tuple(drawn[held_out:]), tuple(drawn[:held_out]), whole)
+    return Sets(tuple(sets[held_out:]), tuple(sets[:held_out]), whole)
 
 
 def random_sets(imported: ImportedModel, source: ModelSource, seed: int) -> Sets:

@@ -27,8 +27,8 @@ def to_float16(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]
     """The model with its float32 tensors in float16, and the names of the weights that were converted. Inputs and
     outputs stay float32.
 
-    ONNX Runtime's library converts. Nodes of other domains than ONNX's and the runtime's stay in float32. Numbers beyond float16 are
-    clamped. `model` may be changed. Raises OptionError if the library fails.
+    ONNX Runtime's library converts. Nodes of other domains than ONNX's and the runtime's stay in float32. Numbers
+    beyond float16 are clamped. `model` may be changed. Raises OptionError if the library fails.
     """
     before = {t.name for t in model.graph.initializer if t.data_type == TensorProto.FLOAT}
     former = name_nodes(model)

@@ -184,7 +184,7 @@ def _kept(
 ) -> Result:  # fmt: skip
     """The original, with the reason."""
     record = _record(job, conversion, error)
-    with opened(job.original.source, job.kept, job.listener, job.begin) as context:
+    with opened(job.original.source, job.kept, job.listener, time.monotonic()) as context:
         attempt = attempted(replace(context, unwritable=reason))
         result = result_of(attempt.context, attempt.start, attempt.explored, attempt.finished)
     report = replace(result.report, notes=(str(record), *_warnings(job), *result.report.notes))
