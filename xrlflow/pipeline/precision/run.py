@@ -255,8 +255,9 @@ def _to_integers(job: _Job, folder: Path) -> _Conversion:
     quantiser = Quantiser(model, job.sets, folder)
     until = job.begin + _CONVERTING * job.options.time_limit
     selection = Selection(
-        quantiser, job.original.runnable, job.options.precision_error, until, job.threads, job.say
-    )
+        quantiser, job.original.runnable, job.options.precision_error, until, job.threads, job.say,
+        measuring=job.options.measure,
+    )  # fmt: skip
     found = selection.run()
     candidates = len(quantiser.layers)
     if isinstance(found, str):
