@@ -286,6 +286,7 @@ def test_a_model_in_8_bits_is_written_and_reported(folder: Path, tmp_path: Path)
     result = asked(proto, "int8", folder)
     assert not result.returned_original
     result.save(tmp_path / "y.onnx")
+    assert (tmp_path / "y.onnx").read_bytes() == result.source  # nothing was found to rewrite
     written = onnx.load(tmp_path / "y.onnx")
     assert len(bytes_in(written)) == 2
     precision = result.report.precision
@@ -364,11 +365,37 @@ def test_the_last_comparison_is_with_the_original(
     assert result.report.decided == speedup
 
 
+def test_the_result_has_to_keep_the_bound_and_not_only_what_was_converted(folder: Path) -> None:
+    options = Options(precision="int8", inputs=folder, precision_error=0.08, **PLAIN)
+    optimised: list[Options] = []
+
+    def wrong(converted: Any, asked: Options, listener: Any) -> xrlflow.Result:
+        optimised.append(asked)
+        return xrlflow.optimize(network(w=2 * W), options=asked)
+
+    result = run.converted(network(), options, None, wrong)
+    assert result.returned_original
+    assert re.search(r"the error \S+ exceeds the bound of 0.08", result.report.reason)
+    (asked_of,) = optimised
+    assert asked_of.precision == "keep"
+    assert isinstance(asked_of.inputs, dict)
+    assert any(np.array_equal(asked_of.inputs["x"], feeds["x"]) for feeds in SETS)
+
+
+def test_what_is_too_wrong_is_not_optimised() -> None:
+    options = Options(precision="float16", **PLAIN)
+    result = run.converted(
+        network("a = MatMul(x, w) y = Mul(a, k)", k=np.array(1e6, np.float32)), options, None, fail
+    )
+    assert result.returned_original
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise KeyError("no\nrange")
+
+
 def test_a_library_that_fails_is_named_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime.quantization as library
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise KeyError("no\nrange")
 
     monkeypatch.setattr(library, "quantize_static", fail)
     with pytest.raises(
