@@ -211,7 +211,7 @@ class Options(Common):
     )
     precision: str = option(
         KEEP,
-        "float32, float16, or int8 (layers in 8 bits, which needs --inputs); keep: as the model has it.",
+        "float32, float16, or int8 (layers in 8 bits; --inputs may be a folder of .npz files); keep: as the model has it.",
         str,
         values=PRECISIONS,
     )
@@ -220,11 +220,6 @@ class Options(Common):
         "What --precision may cost: the RMS error of each output over its RMS.",
         float,
         name="--precision-error",
-    )
-    inputs: str | os.PathLike[str] | Mapping[str, Any] | None = option(
-        None,
-        "Your own inputs for verification and measurement (.npz); with --precision also a folder of such sets.",
-        Path | None,
     )
     assuming: Sequence[str] = option(
         (),

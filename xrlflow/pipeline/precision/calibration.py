@@ -160,4 +160,6 @@ def _of_floats(x: Array, y: Array) -> Deviation:
 
 
 def _over(error: float, size: float) -> float:
+    if not math.isfinite(error) or not math.isfinite(size):  # squares of large float64 numbers overflow
+        return math.inf
     return error / size if size else (math.inf if error else 0.0)

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,15 @@ class Group:
     gain: float = 0.0
     """Seconds that a run takes longer if all layers but these are quantised."""
     error: float = 0.0
-    """The `Deviation.rms` on the calibrating sets if only these are quantised."""
+    """The `Deviation.rms` on the calibrating sets if only these are quantised; 0: not measured."""
+
+    def halves(self) -> list[Group]:
+        """Two groups of half the layers, whose gains are taken as proportional; this group if it is one layer."""
+        middle = len(self.layers) // 2
+        if not middle:
+            return [self]
+        parts = self.layers[:middle], self.layers[middle:]
+        return [Group(part, self.gain * len(part) / len(self.layers)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +201,7 @@ class Selection:
     say: Callable[[int, int, str], None]
     measuring: bool = True  # False: nothing is timed, and all layers count as equal gains
     _expected: dict[bool, Outputs] = field(default_factory=dict, init=False)
+    _seconds: float = field(default=0.0, init=False)  # to quantise all layers and to measure the error
 
     def run(self) -> Quantised | str:
         """The fastest quantised model within the bound, or why there is none.
@@ -210,15 +219,15 @@ class Selection:
         begin = time.monotonic()
         everything = self.quantiser.quantised(layers)
         first = self._checked(everything, layers)
-        seconds = time.monotonic() - begin
-        groups = self._timed(self._groups(layers, seconds), everything)
+        self._seconds = time.monotonic() - begin
+        groups = self._timed(self._groups(layers), everything)
         useful = [group for group in groups if group.gain > 0.0]
         if not useful:
             return "no layer is faster in 8 bits"
         found = first if len(useful) == len(groups) else self._quantised(useful)
         if found.error.rms <= _MARGIN * self.bound:
             return found
-        if len(groups) == 1 or time.monotonic() > self.until:
+        if time.monotonic() > self.until:
             return (
                 f"the error of all layers is {found.error.rms:.3g}, above the bound of {self.bound:g}, and there was "
                 "no time to select some of them (--time-limit)"
@@ -248,12 +257,12 @@ class Selection:
         layers = [layer for group in groups for layer in group.layers]
         return self._checked(self.quantiser.quantised(layers), layers)
 
-    def _groups(self, layers: Sequence[Layer], seconds: float) -> list[Group]:
-        """As many groups of neighbouring layers as there is time for, if quantising and checking takes `seconds`: each
-        group is measured twice (its gain and its error), and some selections are checked.
+    def _groups(self, layers: Sequence[Layer]) -> list[Group]:
+        """As many groups of neighbouring layers as there is time for: each is measured twice (its gain and its error),
+        and some selections are checked.
         """
-        left = self.until - time.monotonic() - 3 * seconds
-        count = max(1, min(len(layers), int(left / (2 * seconds + _TIMING))))
+        left = self.until - time.monotonic() - 3 * self._seconds
+        count = max(1, min(len(layers), int(left / (2 * self._seconds + _TIMING))))
         bounds = np.linspace(0, len(layers), count + 1).round().astype(int)
         return [Group(tuple(layers[a:b])) for a, b in itertools.pairwise(bounds)]
 
@@ -274,27 +283,46 @@ class Selection:
             timed.append(Group(group.layers, slower * compared.latencies[0].seconds))
         return timed
 
-    def _within(self, groups: Sequence[Group], found: Quantised) -> Quantised | str:
-        """The selection of groups that keeps within the bound on the checking sets."""
-        measured = []
-        for done, group in enumerate(groups):
-            self.say(done, len(groups), "errors")
-            error = self._error(self.quantiser.quantised(group.layers), checking=False)
-            measured.append(Group(group.layers, group.gain, error.rms))
-        budget, before, least = _MARGIN * self.bound, tuple(measured), found.error.rms
-        for _ in range(_SELECTIONS):
-            chosen = select(measured, budget)
-            if not chosen or time.monotonic() > self.until + _LATE:
-                break
-            if chosen != before:
-                found, before = self._quantised(chosen), chosen
+    def _within(self, groups: Sequence[Group], together: Quantised) -> Quantised | str:
+        """The selection of groups that keeps within the bound on the checking sets. If there is none, groups are halved
+        and measured again, while there is time.
+        """
+        least = together.error.rms
+        while True:
+            begin, count = time.monotonic(), sum(group.error == 0.0 for group in groups)
+            measured = [self._measured(group, done, len(groups)) for done, group in enumerate(groups)]
+            seconds = (time.monotonic() - begin) / max(count, 1)
+            for found in self._selections(measured, together):
                 least = min(least, found.error.rms)
                 if found.error.rms <= _MARGIN * self.bound:
                     return found
+            groups = [half for group in measured for half in group.halves()]
+            unknown = sum(group.error == 0.0 for group in groups)
+            if not unknown or time.monotonic() + (unknown + 1) * seconds > self.until:
+                within = f"keep within the bound of {self.bound:g}"
+                return f"no layers were found that {within}: the least error was {least:.3g}"
+
+    def _measured(self, group: Group, done: int, total: int) -> Group:
+        """The group with its error."""
+        if group.error:
+            return group
+        self.say(done, total, "errors")
+        error = self._error(self.quantiser.quantised(group.layers), checking=False)
+        return replace(group, error=error.rms)
+
+    def _selections(self, measured: Sequence[Group], found: Quantised) -> Iterator[Quantised]:
+        """Ever smaller selections of the groups, which together are `found`."""
+        budget, before = _MARGIN * self.bound, tuple(measured)
+        for _ in range(_SELECTIONS):
+            chosen = select(measured, budget)
+            if not chosen or time.monotonic() > self.until + _LATE:
+                return
+            if chosen != before:
+                found, before = self._quantised(chosen), chosen
+                yield found
             # The next budget is less by as much as the measured error exceeds the bound.
             summed = math.sqrt(math.fsum(group.error**2 for group in chosen))
             budget = min(budget, summed) * min(_SHRINK, _MARGIN * self.bound / found.error.rms)
-        return f"no layers were found that keep within the bound of {self.bound:g}: the least error was {least:.3g}"
 
 
 def _library() -> Any:
