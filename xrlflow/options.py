@@ -211,7 +211,7 @@ class Options(Common):
     )
     precision: str = option(
         KEEP,
-        "float32, float16, or int8 (layers in 8 bits; --inputs may be a folder of .npz files); keep: as the model has it.",
+        "float32, float16, or int8 (layers in 8 bits; --inputs: a folder of .npz files); keep: as the model has it.",
         str,
         values=PRECISIONS,
     )
