@@ -38,6 +38,7 @@ Optimize = Callable[[Source, Options, Listener | None], Result]
 # The fraction of the time limit for converting, the fraction of the rest for optimising, and the least seconds of
 # that and of the last comparison.
 _CONVERTING, _OPTIMISING, _LEAST = 0.45, 0.75, 3.0
+_INNER = "compared with the model after the conversion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def _judged(job: _Job, conversion: _Conversion, result: Result, path: Path, spen
         options = with_library(options, library)
     error = _error(job, str(path), options)
     if not error.rms <= bound:
-        return _kept(job, conversion, _exceeds(job, error), spent, error)
+        return _kept(job, conversion, _exceeds(job, error), spent, error, optimised=result)
     compared: RepeatedComparison | None = None
     if job.options.measure:
         compared = measure_in_fresh_processes(
@@ -130,7 +131,7 @@ def _judged(job: _Job, conversion: _Conversion, result: Result, path: Path, spen
             threads=job.threads, time_limit=job.left, session_options=options,
         )  # fmt: skip
         if not _better(job.options.precision, compared):
-            return _kept(job, conversion, compared_with(compared), spent, error, compared)
+            return _kept(job, conversion, compared_with(compared), spent, error, compared, result)
     return _accepted(job, conversion, result, spent, error, compared)
 
 
@@ -166,7 +167,7 @@ def _accepted(
     """The result of the converted model, with a report that compares it with the original."""
     report, record = result.report, _record(job, conversion, error)
     size = ", and the file is smaller" if job.options.precision == FLOAT16 else ""
-    inner = f"compared with the model after the conversion: {report.reason}"
+    inner = f"{_INNER}: {report.reason}"
     report = replace(
         report,
         nodes_before=job.imported.nodes_before,
@@ -180,14 +181,19 @@ def _accepted(
 
 def _kept(
     job: _Job, conversion: _Conversion, reason: str, spent: float, error: Deviation | None = None,
-    compared: RepeatedComparison | None = None,
+    compared: RepeatedComparison | None = None, optimised: Result | None = None,
 ) -> Result:  # fmt: skip
-    """The original, with the reason."""
+    """The original, with the reason. `optimised`: the result that does not replace it, if there is one."""
     record = _record(job, conversion, error)
     with opened(job.original.source, job.kept, job.listener, time.monotonic()) as context:
         attempt = attempted(replace(context, unwritable=reason))
         result = result_of(attempt.context, attempt.start, attempt.explored, attempt.finished)
-    report = replace(result.report, notes=(str(record), *_warnings(job), *result.report.notes))
+    notes, phases = [str(record), *_warnings(job)], dict(result.report.phases)
+    if optimised is not None:
+        notes += [f"{_INNER}: {optimised.report.reason}", *optimised.report.notes]
+        phases = dict(optimised.report.phases)
+    notes += result.report.notes
+    report = replace(result.report, notes=tuple(dict.fromkeys(notes)), phases=phases)
     return _reported(job, replace(result, report=report), record, spent, compared)
 
 
