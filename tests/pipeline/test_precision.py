@@ -244,6 +244,25 @@ def test_layers_are_left_out_until_the_rest_keeps_the_bound(folder: Path) -> Non
     assert bytes_in(some.model)
 
 
+def test_groups_that_exceed_the_bound_are_halved(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    rough = W.copy()
+    rough[:, 0] *= 100.0
+    proto = network("a = MatMul(x, w) b = MatMul(a, v) c = MatMul(b, r) y = MatMul(c, w)", r=rough)
+    monkeypatch.setattr(integers.Selection, "_groups", lambda self, layers: [Group(tuple(layers))])
+    everything = asked(proto, "int8", folder, precision_error=10.0).report.precision
+    assert everything is not None
+    assert everything.error is not None
+    some = asked(proto, "int8", folder, precision_error=everything.error / 2).report.precision
+    assert some is not None
+    assert 0 < len(some.converted) < 4
+    whole = Group(tuple(Layer(name, name) for name in "abc"), 6.0, 0.1)
+    assert [(len(half.layers), half.gain, half.error) for half in whole.halves()] == [
+        (1, 2.0, 0.0),
+        (2, 4.0, 0.0),
+    ]
+    assert whole.halves()[0].halves() == [whole.halves()[0]]
+
+
 def test_the_error_is_that_on_held_out_inputs(folder: Path) -> None:
     imported = load(network())
     held_out = {f["x"].tobytes() for f in user_sets(imported, folder, 0).held_out}
