@@ -298,7 +298,7 @@ class Selection:
                     return found
             groups = [half for group in measured for half in group.halves()]
             unknown = sum(group.error == 0.0 for group in groups)
-            if not unknown or time.monotonic() + (unknown + 1) * seconds > self.until:
+            if groups == measured or time.monotonic() + (unknown + 1) * seconds > self.until:
                 within = f"keep within the bound of {self.bound:g}"
                 return f"no layers were found that {within}: the least error was {least:.3g}"
 
