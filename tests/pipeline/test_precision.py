@@ -375,7 +375,17 @@ def test_the_last_comparison_is_with_the_original(
     monkeypatch.setattr(
         integers.Selection, "_timed", lambda self, groups, _: [replace(g, gain=1.0) for g in groups]
     )
-    result = asked(tmp_path / "x.onnx", precision, folder, measure=True, time_limit=8.0)
+    options = Options(
+        precision=precision,
+        inputs=folder,
+        precision_error=0.08,
+        **(PLAIN | {"measure": True, "time_limit": 8.0}),
+    )
+
+    def unmeasured(converted: Any, asked: Options, listener: Any) -> xrlflow.Result:
+        return xrlflow.optimize(converted, options=replace(asked, measure=False, only=["RemoveIdentity"]))
+
+    result = run.converted(tmp_path / "x.onnx", options, None, unmeasured)
     ((before, after),) = compared
     assert before == str(tmp_path / "x.onnx")
     assert after.graph.initializer[0].data_type != TensorProto.FLOAT
