@@ -115,7 +115,8 @@ def test_values_that_are_offered_are_accepted() -> None:
             for value in flag.values:
                 if value == "tvm":
                     continue  # needs an extra
-                Options(**{name: (value,) if default == () else value})
+                needed = {"inputs": "data.npz"} if value == "int8" else {}
+                Options(**{name: (value,) if default == () else value} | needed)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tvm") is None, reason="the extra tvm is not installed")

@@ -155,6 +155,10 @@ def optimize(
       processor is tried, unless the result is `portable` or for another one).
     - `exclude`, `only`: names of rules or of rule families. `rules`: a Python file with the user's own RULES, which are
       proven before use unless `trust_rules` is set.
+    - `precision`: "int8", "float16" or "float32" change the model's precision first, and so its outputs: each output's
+      RMS error over its RMS is at most `precision_error` (default 0.03) on inputs that had no part in calibrating.
+      "int8" quantises the layers that gain time, and needs `inputs`: best a folder of several .npz files. The default
+      is "keep".
     - `shapes`: input name -> shape, for cost and measurement; `fix_shapes` also writes them into the model.
     - `max_growth`: the largest size of the result, as a multiple of the model's. `opset`: the opset of the result
       (default: the model's, or the lowest later one that has all operators).

@@ -45,6 +45,11 @@ ALPHA = 1.05
 """TASO keeps graphs whose cost is at most this many times the least cost so far."""
 AUTO = ("profiled", "learned", "roofline")
 """The cost models that `cost="auto"` tries, in this order, until a result is measured to be faster."""
+KEEP, FLOAT32, FLOAT16, INT8 = "keep", "float32", "float16", "int8"
+PRECISIONS = (KEEP, FLOAT32, FLOAT16, INT8)
+"""`keep`: no number is changed on purpose."""
+PRECISION_ERROR = 0.03
+"""The default bound of a changed precision: the RMS error of an output over its RMS. 0.03 is 30 decibels."""
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
 """"auto": a plain ONNX file, or one with generated kernels ("hybrid") if that is faster."""
 TRAINING = ("torch", "torch_geometric", "gymnasium")
@@ -66,6 +71,7 @@ GROUPS = {
         *("assuming", "backend_ops", "max_growth", "opset", "fix_shapes"),
         *("only", "exclude", "rules", "trust_rules"),
     ),
+    "Precision, on request: it changes the outputs": ("precision", "precision_error"),
     "Search": ("search", "cost", "agent", "train_steps", "seed", "replay"),
     "Measurement and verification": ("measure", "verify"),
     "Kernels and compiled models": ("backend", "exact_kernels", "store", "cpu", "triple", "remote"),
@@ -205,6 +211,18 @@ class Options(Common):
     allow_approximate: bool = option(
         False, "Allow rules that may lose more than two bits of accuracy.", bool, name="--allow-approximate"
     )
+    precision: str = option(
+        KEEP,
+        "float32, float16, or int8 (layers in 8 bits; --inputs: a folder of .npz files); keep: as the model has it.",
+        str,
+        values=PRECISIONS,
+    )
+    precision_error: float = option(
+        PRECISION_ERROR,
+        "What --precision may cost: the RMS error of each output over its RMS.",
+        float,
+        name="--precision-error",
+    )
     assuming: Sequence[str] = option(
         (),
         "What holds: finite (no infinities, no NaN), nonempty (no dimension is 0), vnni (the processor: tried).",
@@ -259,6 +277,7 @@ class Options(Common):
         self._check_numbers()
         check_shapes(self.shapes, *self.further_shapes)
         self._check_agent()
+        self._check_precision()
         check_providers(self.providers)
         kernels = {
             "cpu": self.cpu,
@@ -351,6 +370,30 @@ class Options(Common):
         if not self.max_growth > 0:
             raise OptionError(
                 f"max_growth {self.max_growth:g} is not positive: give sizes of the input, such as 1.2"
+            )
+
+    def _check_precision(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise OptionError(
+                f"precision {self.precision!r} is not known: choose one of {', '.join(PRECISIONS)}"
+            )
+        if not 0 < self.precision_error < math.inf:
+            raise OptionError(
+                f"precision_error {self.precision_error:g} is not positive and finite: "
+                f"give a relative error, such as {PRECISION_ERROR:g}"
+            )
+        if self.precision != KEEP:
+            self._check_backend(("auto", "onnxruntime", "hybrid"), {"precision": self.precision})
+            if self.replay is not None:
+                raise OptionError("precision has no meaning with replay, whose substitutions are of one file")
+            if self.precision == INT8 and self.inputs is None:
+                raise OptionError(
+                    "precision 'int8' is calibrated with your own inputs: give some with --inputs data.npz"
+                )
+            return
+        if self.precision_error != PRECISION_ERROR:
+            raise OptionError(
+                "precision_error has no meaning without precision: choose float32, float16 or int8"
             )
 
     def _check_agent(self) -> None:

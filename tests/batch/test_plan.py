@@ -58,6 +58,19 @@ def test_content_and_options_count(put: Callable[..., Path], tmp_path: Path) -> 
     assert key(path) != key(other)
 
 
+def test_each_file_of_a_folder_of_inputs_counts(put: Callable[..., Path], tmp_path: Path) -> None:
+    path, inputs = put("x.onnx"), tmp_path / "inputs"
+    inputs.mkdir()
+    np.savez(inputs / "a.npz", x=np.zeros((1, 8)))
+    keys = [key(path, precision="int8", inputs=inputs)]
+    np.savez(inputs / "b.npz", x=np.zeros((1, 8)))
+    keys.append(key(path, precision="int8", inputs=inputs))
+    np.savez(inputs / "a.npz", x=np.ones((1, 8)))
+    keys.append(key(path, precision="int8", inputs=inputs))
+    assert len(set(keys)) == 3
+    assert key(path, precision="int8", inputs=inputs) == keys[-1]
+
+
 def test_jobs_may_run_in_another_folder(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = put("x.onnx").parent
     (folder / "rules.py").write_text("RULES = []")

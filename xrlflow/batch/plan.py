@@ -99,12 +99,20 @@ def _depends_on(options: Options) -> str:
     for name in _CONTENTS:
         if values[name] is not None:
             try:
-                values[name] = hashlib.sha256(Path(values[name]).read_bytes()).hexdigest()
+                values[name] = _digest(Path(values[name]))
             except OSError as error:
                 raise OptionError(f"{name} {values[name]} cannot be read ({error.strerror})") from error
     packages = _PACKAGES if options.backend == "onnxruntime" else (*_PACKAGES, _COMPILER)
     values |= {package: version_of(package) for package in packages}
     return json.dumps(values, sort_keys=True, default=_plain)
+
+
+def _digest(path: Path) -> str:
+    """The digest of a file, or of the files of a folder of inputs. Raises OSError."""
+    if not path.is_dir():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    digests = [f"{file.name} {_digest(file)}" for file in sorted(path.glob("*.npz"))]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def _anywhere(options: Options) -> Options:

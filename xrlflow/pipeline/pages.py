@@ -73,7 +73,9 @@ def result_page(results: Sequence[Result], *, profiled: bool = True) -> Page:
     for about a second for each model."""
     first = results[0].evidence
     options, imported = first.context.options, first.context.imported
-    before = drawing("original", imported, imported.graph)
+    report = results[0].report
+    changed = report.precision is not None and not report.returned_original
+    before = drawing("in another precision" if changed else "original", imported, imported.graph)
     profile: OperatorProfile | str | None = None
     runs = []
     for result in results:

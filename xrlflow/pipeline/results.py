@@ -73,11 +73,16 @@ class Result:
         return self.report.returned_original
 
     @property
+    def _unchanged(self) -> bool:
+        """Whether `imported` is written as it was read: the original, or what a change of precision made of it."""
+        return self.evidence.accepted is None
+
+    @property
     def model(self) -> onnx.ModelProto:
         """The result as one ModelProto, without the library of kernels. Raises ModelError if it is larger than 2 GB."""
         if self.hybrid is not None:
             return self.hybrid.model
-        if not self.returned_original:
+        if not self._unchanged:
             return to_proto(self.imported, self.graph, opset=self.opset)
         import onnx
 
@@ -97,7 +102,7 @@ class Result:
             self.compiled.save(path)
         elif self.hybrid is not None:
             self.hybrid.save(path)
-        elif self.returned_original:
+        elif self._unchanged:
             save_original(self.imported, path)
         else:
             save(self.imported, self.graph, path, opset=self.opset, max_growth=self.max_growth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from xrlflow.onnxio import Source
-from xrlflow.options import Options
+from xrlflow.options import KEEP, Options
 from xrlflow.pipeline.attempts import attempted
 from xrlflow.pipeline.prepare import fed, opened
 from xrlflow.pipeline.results import Result, result_of
@@ -14,7 +14,17 @@ from xrlflow.report import Listener
 
 
 def optimize(source: Source, options: Options, listener: Listener | None = None) -> Result:
-    """Read, search, choose, verify and measure. Raises what `xrlflow.optimize` raises."""
+    """Read, change the precision if asked to, search, choose, verify and measure. Raises what `xrlflow.optimize`
+    raises.
+    """
+    if options.precision != KEEP:
+        from xrlflow.pipeline.precision.run import converted
+
+        return converted(source, options, listener, _optimize)
+    return _optimize(source, options, listener)
+
+
+def _optimize(source: Source, options: Options, listener: Listener | None) -> Result:
     with opened(source, options, listener, time.monotonic()) as context:
         context = with_working_opset(fed(context))
         context.clock.share()

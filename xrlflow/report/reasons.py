@@ -9,9 +9,9 @@ from xrlflow.search import Selection
 
 # The names of an optimisation's phases, in order.
 PHASES = {
-    "import": "import", "inputs": "inputs", "calibrate": "operators", "correct": "correction of costs",
-    "search": "search", "select": "selection", "compile": "compilation", "profile": "profile",
-    "verify": "verification", "measure": "last comparison",
+    "precision": "change of precision", "import": "import", "inputs": "inputs", "calibrate": "operators",
+    "correct": "correction of costs", "search": "search", "select": "selection", "compile": "compilation",
+    "profile": "profile", "verify": "verification", "measure": "last comparison",
 }  # fmt: skip
 _MORE = "give it more with --time-limit"
 

@@ -15,6 +15,53 @@ from xrlflow.search import Ratio, Trial
 
 
 @dataclass(frozen=True, slots=True)
+class Precision:
+    """What changing a model's precision did. Errors are None if no model was converted.
+
+    Errors are those of the worst output on the worst set of inputs. `error`: the root mean square of the differences
+    from the original, over that of the original's elements. `largest_error`: the largest difference over the largest
+    magnitude. `bound`: the greatest `error` that was allowed.
+    """
+
+    asked: str
+    converted: tuple[str, ...]
+    """The names of the layers (int8) or weights (float16, float32) that were converted."""
+    candidates: int
+    """How many could have been converted."""
+    bound: float
+    error: float | None = None
+    largest_error: float | None = None
+    calibrating: int = 0  # sets of inputs from which ranges were taken
+    checking: int = 0  # sets on which the errors were measured
+    held_out: bool = False  # whether these had no part in calibrating
+
+    def __str__(self) -> str:
+        what = "layers" if self.asked == "int8" else "weights"
+        text = f"precision {self.asked}: {len(self.converted)} of {self.candidates} {what} converted"
+        if self.error is None or self.largest_error is None:
+            return f"{text}, the bound of the error is {self.bound:g}"
+        sets = f"{self.checking} {'held-out ' * self.held_out}set{'s' * (self.checking != 1)}"
+        return (
+            f"{text}; RMS error over RMS of the worst output {self.error:.2g} (bound {self.bound:g}), largest error "
+            f"over largest magnitude {self.largest_error:.2g}, on {sets} of inputs"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain data."""
+        return {
+            "asked": self.asked,
+            "converted": list(self.converted),
+            "candidates": self.candidates,
+            "bound": self.bound,
+            "error": None if self.error is None else finite(self.error),
+            "largest_error": None if self.largest_error is None else finite(self.largest_error),
+            "calibrating": self.calibrating,
+            "checking": self.checking,
+            "held_out": self.held_out,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """One optimisation. Costs are modelled seconds, latencies are measured seconds; None: not measured or not
     verified."""
@@ -49,6 +96,7 @@ class Report:
     kernel_nodes: int = 0  # number of nodes that run in generated kernels
     algorithms: tuple[AlgorithmChoice, ...] = field(default=())
     exactness: str = ""  # of a quantised model: exact, as the runtime, or within a number of steps
+    precision: Precision | None = None  # None: the precision was kept, as it is unless another is asked for
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data. Times are in milliseconds if the key says so, else in seconds."""
@@ -80,6 +128,7 @@ class Report:
             "threads": self.threads,
             "kernel_nodes": self.kernel_nodes,
             "algorithms": [algorithm.stored() for algorithm in self.algorithms],
+            "precision": self.precision.to_json() if self.precision is not None else None,
             "expanded": self.expanded,
             "operators_before": dict(self.operators_before),
             "operators_after": dict(self.operators_after),
