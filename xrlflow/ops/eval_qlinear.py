@@ -160,20 +160,25 @@ def _matmul_bits(
     groups: Array | None = None,
     bias: Array | None = None,
 ) -> Array:
-    """The product of a[..,k] and a matrix [k,n] whose columns are packed in blocks, each with a scale."""
-    if groups is not None:
-        raise NotEvaluable("MatMulNBits with g_idx")
+    """The product of a[..,k] and a matrix [k,n] whose columns are packed in blocks, each with a scale.
+
+    `groups`: the block whose scale and zero point each row has; by default its own.
+    """
+    if integer(attrs, "weight_prepacked", 0):
+        raise NotEvaluable("MatMulNBits with weights in the layout of a kernel")
     k, n, bits = (integer(attrs, name, 4) for name in ("K", "N", "bits"))
     block = integer(attrs, "block_size", 32)
     blocks = -(-k // block)
-    numbers = _unpacked(b.reshape(n, blocks, -1), bits, block).astype(np.float64)
+    numbers = _unpacked(b.reshape(n, blocks, -1), bits, block).astype(np.int64).reshape(n, -1)[:, :k]
     if zeros is None:
-        offset: Array | float = float(1 << (bits - 1))
+        offsets = np.full((n, blocks), 1 << (bits - 1))
     elif zeros.dtype == np.uint8:
-        offset = _unpacked(zeros.reshape(n, -1), bits, blocks).astype(np.float64)[..., None]
+        offsets = _unpacked(zeros.reshape(n, -1), bits, blocks).astype(np.int64)
     else:
-        offset = field.lift(zeros).reshape(n, blocks, 1)
-    weight = ((numbers - offset) * field.lift(scales).reshape(n, blocks, 1)).reshape(n, -1)[:, :k]
+        offsets = zeros.reshape(n, blocks)
+    own = np.arange(k) // block if groups is None else groups.reshape(-1)[:k]
+    steps = field.sub(field.lift(numbers), field.lift(offsets)[:, own])
+    weight = field.mul(steps, field.lift(scales).reshape(n, blocks)[:, own])
     y = field.matmul(a, weight.T)
     return y if bias is None else field.add(y, bias)
 
@@ -205,6 +210,6 @@ SPECS: dict[str, OpSpec] = {
     "com.microsoft::DequantizeLinear": OpSpec(
         "com.microsoft::DequantizeLinear", QUANTISED["DequantizeLinear"].evaluate, "polynomial"
     ),
-    "com.microsoft::MatMulNBits": OpSpec("com.microsoft::MatMulNBits", single(_matmul_bits), "numeric"),
+    "com.microsoft::MatMulNBits": OpSpec("com.microsoft::MatMulNBits", single(_matmul_bits), "polynomial"),
     _GEMM: OpSpec(_GEMM, single(_any_gemm), "numeric"),
 }
