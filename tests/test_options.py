@@ -118,7 +118,7 @@ def test_without_a_flag_are_only_objects_of_python() -> None:
         (Options, {"search": "luck"}, "choose one of xrlflow, taso"),
         (Options, {"cost": "free"}, "choose one of auto, roofline"),
         (Options, {"backend": "abacus"}, "choose of auto, onnxruntime, hybrid, tvm"),
-        (Options, {"assuming": ("infinite",)}, "choose of finite, nonempty, vnni"),
+        (Options, {"assuming": ("infinite",)}, "choose of finite, memory, nonempty, vnni"),
         (Options, {"budget": -1}, "budget -1 is negative"),
         (Options, {"time_limit": 0.0}, "time_limit 0 is not positive"),
         (Options, {"alpha": 0.5}, "alpha 0.5 is below 1"),
