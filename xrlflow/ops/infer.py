@@ -116,6 +116,11 @@ def type_of_proto(proto: onnx.TypeProto, const: bool = False) -> TensorType:
 UNKNOWN = TensorType(DType.UNDEFINED, None)
 
 
+def has_types(op: str) -> bool:
+    """Whether the types of an operator's outputs can be inferred."""
+    return op == PRODUCT or schema(op) is not None
+
+
 def infer(
     op: str,
     attrs: Attrs,

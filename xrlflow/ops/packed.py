@@ -39,13 +39,13 @@ def product_type(attrs: Attrs, types: Sequence[TensorType | None]) -> TensorType
         _check_size(bias, n)
     if groups is not None and groups.size not in (None, k, blocks * block):
         raise Misfit(f"the groups are {groups}")
-    if any(t is not None and t.dtype != a.dtype for t in (scales, bias)):
+    if len({t.dtype for t in (a, scales, bias) if t is not None} - {DType.UNDEFINED}) > 1:
         raise Misfit("the types of floats differ")
     if a.shape is None:
-        return TensorType(a.dtype, None)
+        return TensorType(scales.dtype, None)
     if not a.shape or (isinstance(a.shape[-1], int) and a.shape[-1] != k):
         raise Misfit(f"the left operand is {a}")
-    return TensorType(a.dtype, (*a.shape[:-1], n))
+    return TensorType(scales.dtype, (*a.shape[:-1], n))
 
 
 def _check_size(type: TensorType, expected: int) -> None:

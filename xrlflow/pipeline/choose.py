@@ -229,8 +229,8 @@ class Trials:
         return ratio
 
     def _of(self, against: SearchNode | None) -> Graph | None:
-        """The graph that was measured as `against`; None for the original, if it was simplified before the search, or is
-        at another accuracy level."""
+        """The graph that was measured as `against`; None for the original, if it was simplified before the search, or
+        has another accuracy level."""
         if against is not None:
             return against.state.graph
         base = self.start.base.state.graph
