@@ -144,10 +144,11 @@ def _any_gemm(field: Field, attrs: Attrs, *inputs: Array) -> Array:
     return _product(attrs, *operands[:7]) if operands[7] is None else _gemm(attrs, *inputs).rounded()
 
 
-def _unpacked(packed: Array, bits: int, count: int) -> Array:
-    """`count` numbers of `bits` bits each, unpacked from the last axis of bytes, the lowest bits first."""
-    parts = [(packed >> at) & ((1 << bits) - 1) for at in range(0, 8, bits)]
-    return np.stack(parts, -1).reshape(*packed.shape[:-1], -1)[..., :count]
+def _unpacked(field: Field, packed: Array, bits: int) -> Array:
+    """The numbers of `bits` bits each that the last axis of bytes holds, the lowest bits first, as elements."""
+    byte = np.arange(256)
+    numbers = np.stack([(byte >> at) & ((1 << bits) - 1) for at in range(0, 8, bits)], -1)
+    return field.lift(numbers)[packed].reshape(*packed.shape[:-1], -1)
 
 
 def _matmul_bits(
@@ -169,16 +170,20 @@ def _matmul_bits(
     k, n, bits = (integer(attrs, name, 4) for name in ("K", "N", "bits"))
     block = integer(attrs, "block_size", 32)
     blocks = -(-k // block)
-    numbers = _unpacked(b.reshape(n, blocks, -1), bits, block).astype(np.int64).reshape(n, -1)[:, :k]
+    numbers = _unpacked(field, b.reshape(n, blocks, -1), bits)
     if zeros is None:
-        offsets = np.full((n, blocks), 1 << (bits - 1))
+        offsets = field.lift(np.full((n, blocks), 1 << (bits - 1)))
     elif zeros.dtype == np.uint8:
-        offsets = _unpacked(zeros.reshape(n, -1), bits, blocks).astype(np.int64)
+        offsets = _unpacked(field, zeros.reshape(n, -1), bits)[:, :blocks]
     else:
-        offsets = zeros.reshape(n, blocks)
-    own = np.arange(k) // block if groups is None else groups.reshape(-1)[:k]
-    steps = field.sub(field.lift(numbers), field.lift(offsets)[:, own])
-    weight = field.mul(steps, field.lift(scales).reshape(n, blocks)[:, own])
+        offsets = field.lift(zeros).reshape(n, blocks)
+    factors = field.lift(scales).reshape(n, blocks)
+    if groups is None:
+        offsets, factors = offsets[..., None], factors[..., None]
+    else:
+        numbers, own = numbers.reshape(n, -1)[:, :k], groups.reshape(-1)[:k]
+        offsets, factors = offsets[:, own], factors[:, own]
+    weight = field.mul(field.sub(numbers, offsets), factors).reshape(n, -1)[:, :k]
     y = field.matmul(a, weight.T)
     return y if bias is None else field.add(y, bias)
 

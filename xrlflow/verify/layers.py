@@ -152,6 +152,11 @@ class Layers:
         """The quantised tensors that depend on inputs, producers first."""
         return tuple(v for node in self.order if _rounds(node) for v in node.outputs if v in self.varying)
 
+    @property
+    def only_weights(self) -> bool:
+        """Whether nothing that depends on an input is quantised; what a body computes does."""
+        return not self.tensors and not _has_rounding(self.graph)
+
     @cached_property
     def touched(self) -> tuple[bool, ...]:
         """For each output of the graph, whether it depends on an operator of quantised numbers."""
