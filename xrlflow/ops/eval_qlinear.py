@@ -174,6 +174,8 @@ def _matmul_bits(
     if zeros is None:
         offsets = field.lift(np.full((n, blocks), 1 << (bits - 1)))
     elif zeros.dtype == np.uint8:
+        if groups is not None:  # ONNX Runtime 1.31 then takes the default
+            raise NotEvaluable("MatMulNBits with g_idx and packed zero points")
         offsets = _unpacked(field, zeros.reshape(n, -1), bits)[:, :blocks]
     else:
         offsets = field.lift(zeros).reshape(n, blocks)
