@@ -38,6 +38,7 @@ def test_a_product_has_the_rows_of_its_operand_and_n_columns() -> None:
     [
         (0, tensor("N", 5, 99)),
         (0, tensor()),
+        (0, tensor("N", 5, 100, dtype=DType.UINT64)),
         (1, packed(6, 3, 16)),
         (1, tensor(6, 4, 16)),
         (1, None),

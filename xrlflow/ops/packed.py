@@ -13,6 +13,9 @@ from xrlflow.ops.eval_spec import integer
 PRODUCT = "com.microsoft::MatMulNBits"
 
 
+_FLOATS = frozenset({DType.FLOAT, DType.FLOAT16, DType.BFLOAT16})
+
+
 class Misfit(ValueError):
     """The inputs or attributes of a product with packed weights do not fit together."""
 
@@ -39,8 +42,9 @@ def product_type(attrs: Attrs, types: Sequence[TensorType | None]) -> TensorType
         _check_size(bias, n)
     if groups is not None and groups.size not in (None, k, blocks * block):
         raise Misfit(f"the groups are {groups}")
-    if len({t.dtype for t in (a, scales, bias) if t is not None} - {DType.UNDEFINED}) > 1:
-        raise Misfit("the types of floats differ")
+    floats = {t.dtype for t in (a, scales, bias) if t is not None} - {DType.UNDEFINED}
+    if len(floats) > 1 or not floats <= _FLOATS:
+        raise Misfit("the types of floats differ, or are no floats")
     if a.shape is None:
         return TensorType(scales.dtype, None)
     if not a.shape or (isinstance(a.shape[-1], int) and a.shape[-1] != k):
