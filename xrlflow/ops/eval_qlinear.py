@@ -154,6 +154,23 @@ def _unpacked(field: Field, packed: Array, bits: int) -> Array:
     return np.take(of_byte, packed).view(np.float64).reshape(*packed.shape[:-1], -1)
 
 
+# Up to this many rows, products with packed weights are computed block by block, without a matrix of all weights.
+_FEW = 4
+
+
+def _block_by_block(field: Field, a: Array, numbers: Array, offsets: Array, factors: Array) -> Array:
+    """The product of a[..,k] and numbers[n,block,position] less offsets[n,block], times factors[n,block]."""
+    n, blocks, size = numbers.shape
+    rows = np.zeros((a.size // a.shape[-1], blocks * size))
+    rows[:, : a.shape[-1]] = a.reshape(len(rows), -1)
+    rows = rows.reshape(len(rows), blocks, size)
+    products = field.matmul(numbers.transpose(1, 0, 2), rows.transpose(1, 2, 0))  # [block, n, row]
+    sums = field.sum(rows, (2,)).T[:, None, :]
+    less = field.sub(products, field.mul(offsets.T[..., None], sums))
+    y = field.sum(field.mul(less, factors.T[..., None]), (0,))
+    return y.T.reshape(*a.shape[:-1], n)
+
+
 def _matmul_bits(
     field: Field,
     attrs: Attrs,
@@ -183,6 +200,9 @@ def _matmul_bits(
     else:
         offsets = field.lift(zeros).reshape(n, blocks)
     factors = field.lift(scales).reshape(n, blocks)
+    if groups is None and a.size <= _FEW * k:
+        y = _block_by_block(field, a, numbers, offsets, factors)
+        return y if bias is None else field.add(y, bias)
     if groups is None:
         offsets, factors = offsets[..., None], factors[..., None]
     else:
