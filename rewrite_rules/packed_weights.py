@@ -12,13 +12,11 @@ from rewrite_rules.axes import front, same_dims
 from rewrite_rules.elementwise import given
 from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, Attrs, DType, Node, Value
-from xrlflow.ops.packed import PRODUCT
+from xrlflow.ops.packed import PRODUCT, QUANTISING
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, profitable, require
 
 _KNOWN = {"K", "N", "bits", "block_size", "accuracy_level"}
-# The level at which the kernel quantises the left operand, to bytes. At all others this processor computes in float32.
-_BYTES = 4
 _SINGLE = int(DType.FLOAT)
 _NARROW = {DType.INT4: DType.INT8, DType.UINT4: DType.UINT8}
 _TABLES = (*_NARROW, DType.INT8, DType.UINT8)
@@ -235,7 +233,7 @@ class UnpackWeightsOnce(RegionRule, family="precision"):
         packing, rows = _Blocks.of(node.attrs), reader.val(x)
         profitable(all(map(reader.is_const, parameters)), "the weights are not constant")
         profitable(rows.dtype == DType.FLOAT, "the product is not one of float32")
-        profitable(packing.level != _BYTES, "products of bytes are faster")
+        profitable(packing.level != QUANTISING, "products of bytes are faster")
         profitable(packing.bits in (4, 8), "the numbers have neither 4 nor 8 bits")
         profitable(zeros == ABSENT or reader.type(zeros).dtype == DType.UINT8, "the zero points are floats")
         profitable(any(d != 1 for d in rows.shape[:-1]), "the product has one row")

@@ -13,6 +13,8 @@ from xrlflow.ops.eval_spec import integer
 PRODUCT = "com.microsoft::MatMulNBits"
 
 
+QUANTISING = 4
+"""The `accuracy_level` at which the kernel quantises the left operand to 8 bits, block by block."""
 _FLOATS = frozenset({DType.FLOAT, DType.FLOAT16, DType.BFLOAT16})
 
 
