@@ -405,3 +405,13 @@ def test_rows_of_packed_matrices_in_groups() -> None:
     check(MS + "MatMulNBits", [draw(2, 3, k), packed, scales, zeros, groups], **attrs)
     with pytest.raises(NotEvaluable):
         evaluate_node(MS + "MatMulNBits", Attrs(attrs), [draw(2, k), packed, scales, bytes_(n), groups], 1)
+
+
+def test_infinities_in_products_with_packed_matrices_do_not_depend_on_the_rows() -> None:
+    packed, scales = bytes_(3, 1, 16), np.ones(3, np.float32)
+    x = np.zeros((8, 32))
+    x[0, 0] = np.inf
+    attrs = Attrs({"K": 32, "N": 3, "bits": 4, "block_size": 32})
+    with np.errstate(all="ignore"):
+        many, few = (evaluate_node(MS + "MatMulNBits", attrs, [a, packed, scales], 1)[0] for a in (x, x[:1]))
+    np.testing.assert_array_equal(many[:1], few)

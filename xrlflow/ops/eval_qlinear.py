@@ -200,7 +200,8 @@ def _matmul_bits(
     else:
         offsets = field.lift(zeros).reshape(n, blocks)
     factors = field.lift(scales).reshape(n, blocks)
-    if groups is None and a.size <= _FEW * k:
+    finite = all(np.isfinite(x).all() for x in (a, offsets, factors))  # else inf - inf would be NaN
+    if groups is None and finite and a.size <= _FEW * k:
         y = _block_by_block(field, a, numbers, offsets, factors)
         return y if bias is None else field.add(y, bias)
     if groups is None:
