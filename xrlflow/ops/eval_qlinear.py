@@ -201,7 +201,7 @@ def _matmul_bits(
         offsets = field.lift(zeros).reshape(n, blocks)
     factors = field.lift(scales).reshape(n, blocks)
     finite = all(np.isfinite(x).all() for x in (a, offsets, factors))  # else inf - inf would be NaN
-    if groups is None and finite and 0 < a.size <= _FEW * k:
+    if groups is None and finite and a.shape[-1] == k and 0 < a.size <= _FEW * k:
         y = _block_by_block(field, a, numbers, offsets, factors)
         return y if bias is None else field.add(y, bias)
     if groups is None:
