@@ -67,7 +67,7 @@ def main() -> None:
     rng = random.Random(arguments.seed)
     # Rules of another backend are tried separately: other rules do not know what they write.
     elsewhere = {r.backend for r in LIBRARY} - {None, "onnxruntime"}
-    libraries = [Library(LIBRARY, contrib=True, assuming=("finite", "vnni", "approximate"))]
+    libraries = [Library(LIBRARY, contrib=True, assuming=("finite", "memory", "vnni", "approximate"))]
     libraries += [
         Library([r for r in LIBRARY if r.backend == b], backend=b) for b in sorted(map(str, elsewhere))
     ]

@@ -16,6 +16,7 @@ from rewrite_rules import (
     microsoft,
     movement,
     normalisation,
+    packed_weights,
     precision,
     quantised,
     recurrent,
@@ -55,7 +56,7 @@ _MODULES = (
         exporter_cleanup,
         logic,
     ),
-    *(weights_algebra, microsoft, expansion, substitutes, precision, quantised),
+    *(weights_algebra, microsoft, expansion, substitutes, precision, quantised, packed_weights),
 )
 
 LIBRARY: tuple[AnyRule, ...] = tuple(rule for module in _MODULES for rule in declared_in(module))

@@ -35,6 +35,7 @@ from rewrite_rules.reshape import VIEWS
 from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
 from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, SOFTMAX, UNARY
+from xrlflow.ops.packed import PRODUCT
 from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, profitable, require
 
 # An end larger than any dimension.
@@ -586,6 +587,34 @@ class PushSliceIntoMatMul(_PushSlice):
         if axis == rank - 1:
             return _same(span, None, columns - 1)
         return _same(span, *_aligned(reader, (x, w), axis, rank))
+
+
+class PushSliceIntoPackedMatMul(_PushSlice):
+    """slice(matmulnbits(x, w)) -> matmulnbits(slice(x), w)  for rows."""
+
+    backend = "onnxruntime"
+    may_lose_errors = ("sizes",)
+    operators, reads_from = _above(PRODUCT)
+    dtypes = FLOATS
+    examples = graphs(
+        *(
+            "(float[N,5,16] x, uint8[3,1,8] w, float[3] s) => (y) "
+            f"{{ a = com.microsoft.MatMulNBits<K=16, N=3, bits=4, block_size=16>(x, w, s) y = {cut} }}"
+            for cut in ("Gather<axis=1>(a, 4)", "Slice(a, [1], [3], [1])")
+        ),
+        "(float[5,16] x, uint8[4,1,16] w, float[4] s, uint8[4] z, float[4] b) => (float[2] y) "
+        "{ a = com.microsoft.MatMulNBits<K=16, N=4, bits=8, block_size=16>(x, w, s, z, , b) "
+        "r = Reshape(a, [5, 2, 2]) c = Gather(r, -1) y = Gather(c, 1) }",
+    )
+    near_misses = graphs(
+        "(float[N,5,16] x, uint8[4,1,8] w, float[4] s) => (y) "
+        "{ a = com.microsoft.MatMulNBits<K=16, N=4, bits=4, block_size=16>(x, w, s) y = Slice(a, [1], [3], [2]) }",
+    )
+
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
+        rank = rank_of(reader, node.outputs[0], node.inputs[0])
+        require(axis != rank - 1, "it cuts the columns")
+        return _same(span, axis, *(None for _ in node.inputs[1:]))
 
 
 class PushSliceIntoGemm(_PushSlice):

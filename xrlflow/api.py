@@ -150,9 +150,13 @@ def optimize(
 
     - `backend_ops`: the result may have operators that only ONNX Runtime has (com.microsoft).
     - `allow_approximate`: allow rules that may lose more than two bits of float32 accuracy.
-    - `assuming`: assumptions that some rules need: "finite" (no infinities, no NaN in the data), "nonempty" (no
-      dimension is 0), "vnni" (the processor adds products of 8-bit integers without saturation; this
-      processor is tried, unless the result is `portable` or for another one).
+    - `int4_accuracy`: the `accuracy_level` of products with packed weights (MatMulNBits): 0 to 3 compute in float32, 4
+      quantises activations to 8 bits, which changes results by some thousandths of their range; a note of the report
+      has the error that was measured. Default: what the file says.
+    - `assuming`: assumptions that some rules need: "finite" (no infinities, no NaN in the data), "memory" (it
+      has room for packed weights as float32, eight times their size), "nonempty" (no dimension is 0), "vnni" (the
+      processor adds products of 8-bit integers without saturation; this processor is tried, unless the result is
+      `portable` or for another one).
     - `exclude`, `only`: names of rules or of rule families. `rules`: a Python file with the user's own RULES, which are
       proven before use unless `trust_rules` is set.
     - `precision`: "int8", "float16" or "float32" change the model's precision first, and so its outputs: each output's

@@ -38,8 +38,10 @@ SEARCHES = (*COMPARED, TREE, RLFLOW, *LOOKAHEAD)
 NONEMPTY = "nonempty"
 VNNI = "vnni"
 """The processor adds products of bytes without saturation. This one is tried."""
-ASSUMPTIONS = frozenset({"finite", NONEMPTY, VNNI})
+ASSUMPTIONS = frozenset({"finite", "memory", NONEMPTY, VNNI})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
+ACCURACY = 4
+"""The accuracy_level of MatMulNBits with most roundings: it quantises activations to 8 bits."""
 COSTS = ("auto", "roofline", "profiled", "learned", "measured")
 ALPHA = 1.05
 """TASO keeps graphs whose cost is at most this many times the least cost so far."""
@@ -68,7 +70,7 @@ SYSTEMS = ("x86_64-linux-gnu", "aarch64-linux-gnu", "riscv64-linux-gnu")
 _CPU = "CPUExecutionProvider"
 GROUPS = {
     "What the result may be": (
-        *("assuming", "backend_ops", "max_growth", "opset", "fix_shapes"),
+        *("assuming", "backend_ops", "int4_accuracy", "max_growth", "opset", "fix_shapes"),
         *("only", "exclude", "rules", "trust_rules"),
     ),
     "Precision, on request: it changes the outputs": ("precision", "precision_error"),
@@ -223,9 +225,17 @@ class Options(Common):
         float,
         name="--precision-error",
     )
+    int4_accuracy: int | None = option(
+        None,
+        "Products with packed weights (MatMulNBits) at this accuracy_level: 0 to 3 (float32), or 4 (activations of 8 "
+        "bits); default: the file's.",
+        int | None,
+        least=0,
+    )
     assuming: Sequence[str] = option(
         (),
-        "What holds: finite (no infinities, no NaN), nonempty (no dimension is 0), vnni (the processor: tried).",
+        "What holds: finite (no infinities, no NaN), memory (weights may be unpacked in it), nonempty (no dimension is "
+        "0), vnni (the processor: tried).",
         list[str],
         name="--assume",
         values=sorted(ASSUMPTIONS),
@@ -287,7 +297,10 @@ class Options(Common):
         self._check_backend(("tvm", "hybrid"), kernels)
         self._check_backend(("tvm",), {"remote": self.remote})
         self._check_backend(("auto", "tvm", "hybrid"), {"exact_kernels": self.exact_kernels or None})
-        plain = {"opset": self.opset, "backend_ops": self.backend_ops or None}
+        level = self.int4_accuracy
+        if level is not None and not 0 <= level <= ACCURACY:
+            raise OptionError(f"int4_accuracy {level} is not known: give 0 to {ACCURACY}")
+        plain = {"opset": self.opset, "backend_ops": self.backend_ops or None, "int4_accuracy": level}
         self._check_backend(("onnxruntime", "auto", "hybrid"), plain)
         if self.portable and self.backend in ("hybrid", "tvm"):
             raise OptionError(

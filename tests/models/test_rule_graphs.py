@@ -25,7 +25,7 @@ from xrlflow.rewrite.state import match_all
 
 pytestmark = pytest.mark.corpus
 
-EVERYTHING = Library(LIBRARY, contrib=True, assuming=("finite", "vnni", "approximate"))
+EVERYTHING = Library(LIBRARY, contrib=True, assuming=("finite", "memory", "vnni", "approximate"))
 
 
 @pytest.mark.whole

@@ -14,6 +14,7 @@ from tests.ops.test_evaluate_backend import attribute
 from tests.runtime import recent
 from xrlflow.ir import Attrs
 from xrlflow.ops.evaluate import REALS, evaluate_node, promote
+from xrlflow.ops.field import NotEvaluable
 
 Shapes = Sequence[tuple[int, ...] | None]
 
@@ -392,3 +393,25 @@ def test_products_with_packed_matrices(bits: int) -> None:
         **attrs,
     )
     check(MS + "MatMulNBits", [draw(2, 3, k), packed, scales, None, None, draw(n)], **attrs)
+
+
+def test_rows_of_packed_matrices_in_groups() -> None:
+    """The scale and the zero point of a row are those of its group, not of its block."""
+    k, n = 64, 6
+    groups = np.random.default_rng(5).integers(0, 2, k).astype(np.int32)
+    packed, scales, zeros = bytes_(n, 2, 16), np.abs(draw(n, 2)).reshape(-1) / 16, draw(n, 2).reshape(-1)
+    attrs = {"K": k, "N": n, "bits": 4, "block_size": 32}
+    check(MS + "MatMulNBits", [draw(2, 3, k), packed, scales, None, groups], **attrs)
+    check(MS + "MatMulNBits", [draw(2, 3, k), packed, scales, zeros, groups], **attrs)
+    with pytest.raises(NotEvaluable):
+        evaluate_node(MS + "MatMulNBits", Attrs(attrs), [draw(2, k), packed, scales, bytes_(n), groups], 1)
+
+
+def test_infinities_in_products_with_packed_matrices_do_not_depend_on_the_rows() -> None:
+    packed, scales = bytes_(3, 1, 16), np.ones(3, np.float32)
+    x = np.zeros((8, 32))
+    x[0, 0] = np.inf
+    attrs = Attrs({"K": 32, "N": 3, "bits": 4, "block_size": 32})
+    with np.errstate(all="ignore"):
+        many, few = (evaluate_node(MS + "MatMulNBits", attrs, [a, packed, scales], 1)[0] for a in (x, x[:1]))
+    np.testing.assert_array_equal(many[:1], few)

@@ -282,3 +282,17 @@ def test_more_open_dimensions_than_a_machine_holds_count_as_one() -> None:
     type = TensorType(DType.FLOAT, (2, *(f"d{i}" for i in range(255))))
     assert dimensions(type, {}) == (2, *[1] * 255)
     assert dimensions(TensorType(DType.FLOAT, (2, "d")), {}) == (2, 64)
+
+
+def test_packed_weights_are_unpacked_in_each_run() -> None:
+    def product(rows: int, n: int = 64, **attrs: int) -> Work:
+        packed = t(n, 3, 16, dtype=DType.UINT8, const=True)
+        ins = [t(1, rows, 96), packed, t(n, 3, const=True)]
+        out = [t(1, rows, n)]
+        return count("com.microsoft::MatMulNBits", ins, out, K=96, N=n, bits=4, block_size=32, **attrs)
+
+    plain = count("MatMul", [t(1, 16, 96), t(96, 64)], [t(1, 16, 64)])
+    assert product(16).gemm == plain.gemm == Gemm(1, 16, 64, 96)
+    assert product(16, accuracy_level=4).flops < plain.flops < product(16).flops
+    assert product(1).bytes < count("MatMul", [t(1, 1, 96), t(96, 64)], [t(1, 1, 64)]).bytes / 4
+    assert product(16, 128).flops == 2 * product(16).flops

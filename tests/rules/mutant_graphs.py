@@ -151,7 +151,13 @@ def index(folder: Path) -> Mapping[str, list[str]]:
                                 owners.setdefault((code.co_filename, line), []).append(rule.name)
     backends = sorted({str(r.backend) for r in LIBRARY if r.backend is not None})
     libraries = [
-        Library(LIBRARY, backend=b, contrib=True, assuming=("finite", "vnni", "approximate"), thorough=True)
+        Library(
+            LIBRARY,
+            backend=b,
+            contrib=True,
+            assuming=("finite", "memory", "vnni", "approximate"),
+            thorough=True,
+        )
         for b in backends
     ]
     found: dict[str, list[str]] = {}

@@ -239,3 +239,27 @@ def test_a_double_has_digits_of_its_own() -> None:
     assert not verify(
         a, elementwise("m = Mul(x, z)\n y = Add(m, c)", "double", c=np.float64(1.7e9), z=np.float64(0))
     ).verified
+
+
+@pytest.mark.parametrize(("level", "wrong"), [(4, 1.2), (0, 1.01)])
+def test_quantised_activations_are_noise_where_a_kernel_quantises_them(level: int, wrong: float) -> None:
+    """A model that rounds otherwise in front of a product at level 4 is the same; one with other scales is not."""
+    k = 256
+    rng = np.random.default_rng(0)
+    packed = rng.integers(0, 256, (k, k // 32, 16)).astype(np.uint8)
+    scales = (rng.random((k, k // 32)) * 0.01).astype(np.float32)
+    numbers = {"c": np.float32(1000), "d": np.float32(500)}
+
+    def chain(between: str, factor: float = 1.0, level: int = level) -> onnx.ModelProto:
+        product = f"com.microsoft.MatMulNBits<K={k}, N={k}, bits=4, block_size=32, accuracy_level={level}>"
+        text = f"""g (float[64, {k}] x) => (float[64, {k}] y) {{
+          h = {product}(x, w, s) {between} y = {product}(r, w, t) }}"""
+        proto = model(text, w=packed, s=scales, t=scales * np.float32(factor), **numbers)
+        proto.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+        return proto
+
+    plain = "a = Add(h, c) b = Sub(a, c) r = Relu(b)"
+    other = "o = Add(h, d) a = Add(o, d) b = Sub(a, c) r = Relu(b)"
+    assert verify(chain(plain), chain(other)).verified
+    assert not verify(chain(plain), chain(other, wrong)).verified
+    assert level == 4 or not verify(chain(plain), chain(plain, level=4)).verified

@@ -47,8 +47,8 @@ from xrlflow.onnxio.nodes import check_nodes, check_types
 from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const
 from xrlflow.onnxio.wire import NestedError, WireError, strip_model
 from xrlflow.ops import symbolic_values, weights
-from xrlflow.ops.infer import UNKNOWN, InferenceError, infer, type_of_proto
-from xrlflow.ops.schema import OPSET, canonical_attrs, is_foldable, schema
+from xrlflow.ops.infer import UNKNOWN, InferenceError, has_types, infer, type_of_proto
+from xrlflow.ops.schema import OPSET, canonical_attrs, is_foldable
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known
 from xrlflow.storage.files import StandardInput
@@ -648,7 +648,7 @@ class _Importer:
                 declared.check_bodies(op, attrs, outputs, believed)
             return believed
         sure = not doubtful and all(t.other is not None for t in believed)
-        if sure or schema(op) is None:
+        if sure or not has_types(op):
             return believed
         data = [None if v == ABSENT else scope.const(v) for v in spec.inputs]
         own = infer(op, attrs, types, data, len(outputs))

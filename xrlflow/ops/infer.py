@@ -15,6 +15,7 @@ import onnx.shape_inference
 from xrlflow.ir import Attr, Attrs, Body, Const, Dim, DType, RawAttr, TensorType
 from xrlflow.ops.eval_shape import ends_of_slice
 from xrlflow.ops.invalid_nodes import why_invalid
+from xrlflow.ops.packed import PRODUCT, Misfit, product_type
 from xrlflow.ops.schema import IR_VERSION, OPSET, is_foldable, schema, split_op
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import of_array
@@ -115,6 +116,11 @@ def type_of_proto(proto: onnx.TypeProto, const: bool = False) -> TensorType:
 UNKNOWN = TensorType(DType.UNDEFINED, None)
 
 
+def has_types(op: str) -> bool:
+    """Whether the types of an operator's outputs can be inferred."""
+    return op == PRODUCT or schema(op) is not None
+
+
 def infer(
     op: str,
     attrs: Attrs,
@@ -127,7 +133,8 @@ def infer(
     `types` and `data` have, for each input, its type (None: absent) and its constant, if it is one. Outputs are
     constant if the operator can be folded and every input is constant. Dimensions that ONNX's inference does not find
     become formulas if they follow from the inputs' dimensions (`symbolic_shapes`). Operators that ONNX does not define
-    give UNKNOWN types. Raises InferenceError if the inputs do not fit the operator.
+    give UNKNOWN types, except products with packed weights (`packed`). Raises InferenceError if the inputs do not fit
+    the operator.
     """
     return _remembered(_memo, _infer, op, attrs, types, data, outputs)
 
@@ -210,6 +217,11 @@ def _is_defined(op: str, types: Sequence[TensorType | None]) -> bool:
 def _by_onnx(
     op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
 ) -> tuple[TensorType, ...]:
+    if op == PRODUCT:
+        try:
+            return (product_type(attrs, types),)
+        except Misfit as error:
+            raise InferenceError(f"{op}: {error}") from error
     definition, indices = schema(op), _DATA_INPUTS.get(op, ())
     if definition is None or any(isinstance(v, Body) for v in attrs.values()):
         return (UNKNOWN,) * outputs

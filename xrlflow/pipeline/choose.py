@@ -67,7 +67,7 @@ def propose(context: Context, start: Start, explored: Explored) -> Proposal:
     """Choose a proposal. Raises KeyboardInterrupt if the search was interrupted before anything was chosen, and
     VerificationFailed if the runtime refuses the best proposal because of one rule."""
     options = context.options
-    leaner = _runs_fewer(context.imported, start.base.state.graph)
+    leaner = context.meant is not None or _runs_fewer(context.imported, start.base.state.graph)
     selection: Selection | None = None
     chosen: SearchNode | None = None
     if options.replay is not None:
@@ -229,10 +229,13 @@ class Trials:
         return ratio
 
     def _of(self, against: SearchNode | None) -> Graph | None:
-        """The graph that was measured as `against`; None for the original, if it was simplified before the search."""
+        """The graph that was measured as `against`; None for the original, if it was simplified before the search, or
+        has another accuracy level."""
         if against is not None:
             return against.state.graph
         base = self.start.base.state.graph
+        if self.context.meant is not None:
+            return None
         return base if base.fingerprint == self.context.imported.graph.fingerprint else None
 
     def search(self, node: SearchNode, rules: frozenset[str]) -> SearchNode:

@@ -120,6 +120,8 @@ class Context:
     be compared.
     """
     notes: list[str] = field(default_factory=list)
+    meant: str | None = None
+    """The file that says what a result computes, if that is not the original (`pipeline.accuracy`)."""
 
     @property
     def folder(self) -> str:

@@ -152,8 +152,8 @@ class Verifier:
         # The time that remains is for the runs of the result.
         with deadline.within(time.monotonic() + _ORIGINAL * deadline.remaining()):
             reference = Reference.of(
-                context.original.runnable, imported=imported, seed=options.seed, threads=context.threads,
-                session_options=options.session_options, **how,
+                context.meant or context.original.runnable, imported=imported, seed=options.seed,
+                threads=context.threads, session_options=options.session_options, **how,
             )  # fmt: skip
         return replace(reference, empty=()) if NONEMPTY in options.assumptions else reference
 

@@ -306,8 +306,8 @@ class _Declared:
     # Whether the rule is canonicalising: it removes useless work, or replaces an operator that the backend does not
     # have. It is applied before the cost of any graph is computed.
     canonicalises: ClassVar[bool] = False
-    # What the rule assumes of the data or the machine ("finite", "vnni"), or "approximate": it may lose more than two
-    # bits of float32 accuracy. Such a rule is off unless the user asks for it.
+    # What the rule assumes of the data or the machine ("finite", "memory", "vnni"), or "approximate": it may lose more
+    # than two bits of float32 accuracy. Such a rule is off unless the user asks for it.
     assumes: ClassVar[str | None] = None
     # If an input is infinite or NaN, the right side may be NaN in more places, and may have NaN for infinity or
     # infinity for NaN (never a number for either). This happens if sums have another order, or if there are new

@@ -30,6 +30,8 @@ _INTEGER = frozenset({"MatMulInteger", "ConvInteger"})
 _WITH_SCALES = frozenset(
     {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QAttention"}
 )
+# Operators of quantised numbers that quantise nothing.
+_OF_WEIGHTS = frozenset({"DequantizeLinear", "com.microsoft::DequantizeLinear", "com.microsoft::MatMulNBits"})
 # The types that NumPy and ONNX Runtime exchange. Types of operators that ONNX does not define may be unknown.
 _EXCHANGED = frozenset({DType.UINT8, DType.INT8, DType.UINT16, DType.INT16, DType.FLOAT, DType.UNDEFINED})
 
@@ -121,6 +123,16 @@ def _is_quantised(node: Node) -> bool:
     )
 
 
+def _quantised_operators(graph: Graph) -> set[str]:
+    """The operators of quantised numbers in a graph and its bodies."""
+    found = {node.op for node in graph.nodes() if _is_quantised(node) and not _bodies(node)}
+    return found.union(*(_quantised_operators(b) for node in graph.nodes() for b in _bodies(node)))
+
+
+def _bodies(node: Node) -> list[Graph]:
+    return [a.graph for a in node.attrs.values() if isinstance(a, Body)]
+
+
 def _rounds(node: Node) -> bool:
     # Without a scale for its output, QGemm gives floats.
     return node.op == DYNAMIC or (
@@ -151,6 +163,11 @@ class Layers:
     def tensors(self) -> tuple[Value, ...]:
         """The quantised tensors that depend on inputs, producers first."""
         return tuple(v for node in self.order if _rounds(node) for v in node.outputs if v in self.varying)
+
+    @property
+    def only_weights(self) -> bool:
+        """Whether all operators of quantised numbers read quantised weights, and quantise nothing."""
+        return _quantised_operators(self.graph) <= _OF_WEIGHTS
 
     @cached_property
     def touched(self) -> tuple[bool, ...]:

@@ -4,6 +4,8 @@ The graph is evaluated in float64, several times side by side: once as it is, an
 each operator that rounds, as large as the rounding error of the declared type. The terms of a sum get an error before
 they are added, so that the loss of digits by cancellation is visible. (Parker, "Monte Carlo Arithmetic", 1997.)
 
+A product with packed weights at accuracy level 4 quantises its left operand, which gets errors of half a step.
+
 Two things keep the noise from excusing any difference. A result that the declared type can hold gets no error: sums of
 masks and positions stay exact. And integers, booleans and the results of jumps (Floor, Sign, ...) come from the
 evaluation without errors: an error never turns one index into another.
@@ -20,7 +22,9 @@ from xrlflow.common import deadline
 from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value
 from xrlflow.onnxio import ImportedModel
 from xrlflow.ops.eval_elementwise import promote
+from xrlflow.ops.eval_spec import integer
 from xrlflow.ops.evaluate import REALS, SPECS, evaluate_node
+from xrlflow.ops.packed import PRODUCT, QUANTISING
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.verify.inputs import Case
 from xrlflow.verify.reference import evaluate_by, part_for
@@ -136,12 +140,15 @@ def _results(
         holds = clean and all(_whole(a, _digits(node)) for a in (*read, *exact))
     else:
         holds = clean and (not rounds or all(_held(a, t.dtype) for a, t in zip(exact, node.types)))
-    if holds or (node.op in _JUMPING and node.op not in _FOLLOWING) or _bodies_jump(node):
+    quantises = node.op == PRODUCT and node.attrs.get("accuracy_level", 0) == QUANTISING
+    if (holds and not quantises) or (node.op in _JUMPING and node.op not in _FOLLOWING) or _bodies_jump(node):
         return [[array] for array in exact]
     unit = max((_unit(t.dtype) for t in node.types if t.dtype in FLOATS), default=0.0)
     results = [[array] for array in exact]
     for sample in range(1, 1 + SAMPLES):
         arrays = chosen(sample)
+        if quantises and arrays[0] is not None:
+            arrays[0] = _quantised(arrays[0], integer(node.attrs, "block_size", 32), rng)
         if adds:
             summands = _ADDED.get(node.op, len(arrays))
             added = [x if x is None else _with_error(x, unit, rng) for x in arrays[:summands]]
@@ -172,6 +179,16 @@ def _with_error(array: Array, unit: float, rng: np.random.Generator, absolute: f
         return array
     with np.errstate(invalid="ignore", over="ignore"):
         return np.asarray(array + unit * rng.uniform(-1, 1, array.shape) * (2 * np.abs(array) + absolute))
+
+
+def _quantised(array: Array, block: int, rng: np.random.Generator) -> Array:
+    """Floats with the errors that quantising each block of a row to 8 bits, by its greatest number, may make."""
+    length = array.shape[-1]
+    blocks = -(-length // block)
+    greatest = np.zeros((*array.shape[:-1], blocks * block))
+    greatest[..., :length] = np.abs(array)
+    steps = greatest.reshape(*array.shape[:-1], blocks, block).max(-1) / 127
+    return np.asarray(array + rng.uniform(-0.5, 0.5, array.shape) * np.repeat(steps, block, -1)[..., :length])
 
 
 def _held(array: Array, dtype: DType) -> bool:

@@ -259,13 +259,16 @@ class Quantised:
         threads: int | None = None,
         session_options: Options | None = None,
     ) -> Quantised | None:
-        """Evaluate a model on as many samples as `budget` (operations) allows; None if nothing in it is quantised.
+        """Evaluate a model on as many samples as `budget` (operations) allows; None if nothing in it is quantised, or
+        weights alone: then no tie can move what is computed, and outputs are compared.
 
         The first sample may cost ten times the budget.
         """
         if not is_quantised(imported.graph):
             return None
         layers = Layers(imported.graph)
+        if layers.only_weights:
+            return None
         base = Quantised(layers.touched, "", (), (), threads, session_options)
         base = replace(base, notes=base._variations(model, imported, samples))
         selected = _within(samples, budget)
