@@ -120,7 +120,8 @@ def row(name: str, threads: int, options: argparse.Namespace) -> Row:
         at = source(name, folder, options.small)
         variants, found["failed"] = rivals(at.path, folder, options.rivals)
         with measuring(lambda holder: print(f"waiting: {holder}", file=sys.stderr)):
-            for ours, backend in OURS.items():
+            for ours in options.ours:
+                backend = OURS[ours]
                 try:
                     result = xrlflow.optimize(
                         at.path, backend=backend, time_limit=options.time_limit, shapes=at.shapes,
@@ -257,6 +258,8 @@ def ratio(row: Row, variant: str) -> float | None:
 def ours(row: Row, variant: str) -> str:
     if variant in row["failed"]:
         return f"refused: {row['failed'][variant]}"
+    if variant not in row["reports"]:
+        return "-"
     if row["reports"][variant]["returned_original"]:
         return "1 (original)"
     return f"{cell(row['ratios'][variant])}; {exact(row, variant)}"
@@ -346,6 +349,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=lambda text: [int(n) for n in _words(text)], default=[2, 1])
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of each optimisation")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each measurement")
+    parser.add_argument("--ours", type=_words, default=list(OURS), help="our variants; default: all")
     parser.add_argument("--rivals", type=_words, default=list(RIVALS))
     parser.add_argument("--small", action="store_true", help="small files, to see whether all works")
     parser.add_argument("--without-exactness", action="store_true", help="measure only")
@@ -354,6 +358,8 @@ def _arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := set(options.names) - set(precision.names()):
         parser.error(f"no such file: {', '.join(sorted(unknown))}; there are {', '.join(precision.names())}")
+    if unknown := set(options.ours) - set(OURS):
+        parser.error(f"--ours {', '.join(sorted(unknown))}: choose of {', '.join(OURS)}")
     if options.small and options.write:
         parser.error("figures of small files are not written")
     return options

@@ -19,6 +19,9 @@ _SINGLE = int(DType.FLOAT)
 # Sums of integers below this number are exact in float32, in any order.
 _EXACT = 1 << 24
 _BYTE = 255  # the greatest distance of two bytes of one type
+_BYTES = (DType.INT8, DType.UINT8)
+# Products of bytes and scales below this number are finite in float32.
+_LARGE = 1e36
 
 
 def _numbers(count: int, middle: int = 0) -> str:
@@ -159,9 +162,9 @@ class UseSignedWeights(RegionRule, family="precision"):
         if other is None or reader.type(other).dtype != DType.UINT8:
             return None
         zero = node.inputs[zero_at] if zero_at < len(node.inputs) else ABSENT
-        count = 0 if node.op == "MatMulInteger" else reader.type(node.inputs[1]).shape
         profitable(zero == ABSENT or reader.is_const(zero), "the zero point is computed")
-        return Region(node.outputs, given(node.inputs), (node,), (node, count or ()))
+        shape = () if node.op == "MatMulInteger" else reader.val(node.inputs[1]).sizes
+        return Region(node.outputs, given(node.inputs), (node,), (node, shape))
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         node, shape = region.data
@@ -171,8 +174,11 @@ class UseSignedWeights(RegionRule, family="precision"):
         at, zero_at = _WEIGHTS[node.op]
         values += [None] * (zero_at + 1 - len(values))
         values[at] = _signed(op, values[at])
-        zero = values[zero_at]
-        values[zero_at] = op.constant(np.full(shape, -128, np.int8)) if zero is None else _signed(op, zero)
+        if values[zero_at] is None:
+            least = op.constant(np.int8(-128))
+            values[zero_at] = op.Expand(least, list(shape)) if shape else least
+        else:
+            values[zero_at] = _signed(op, values[zero_at])
         return op[node.op](*values, attrs=node.attrs)
 
 
@@ -185,6 +191,8 @@ def _other_factor(reader: Reader, weights: Node) -> Value | None:
     """The bytes that are multiplied with dequantised weights, if the product is quantised again."""
     users = reader.users(weights.outputs[0])
     if len(users) != 1 or users[0].op not in ("Conv", "Gemm", "MatMul") or not _is_fused(reader, users[0]):
+        return None
+    if [i for i, v in enumerate(users[0].inputs) if v == weights.outputs[0]] != [1]:
         return None
     image = reader.producer(users[0].inputs[0])
     return image.inputs[0] if image is not None and image.op == "DequantizeLinear" else None
@@ -507,11 +515,11 @@ class _Rectified(Rule, family="precision"):
         return op.QuantizeLinear(op.LeakyRelu(op.DequantizeLinear(x, t, u), alpha=0.0), s, z)
 
 
-def _check_bytes(x: Val, t: Val, z: Val | None) -> None:
-    kinds = (DType.INT8, DType.UINT8)
+def _check_bytes(x: Val, t: Val, s: Val, z: Val | None) -> None:
     # For larger scales, products with bytes overflow, and 0 * inf is no number.
-    accurate(0 < t.scalar < 1e36, "the scale is no ordinary number")
-    profitable(x.dtype in kinds, "the operand is not of bytes")
+    accurate(t.dtype == DType.FLOAT and 0 < t.scalar < _LARGE, "the scale is no ordinary number")
+    accurate(0 < s.scalar < np.inf, "the scale of the result is no ordinary number")
+    profitable(x.dtype in _BYTES, "the operand is not of bytes")
     profitable((DType.UINT8 if z is None else z.dtype) == x.dtype, "the result is not of the same bytes")
 
 
@@ -538,8 +546,8 @@ class RectifyBytes(_Rectified):
     def source(self, op: Op, x: Any, t: Any, u: Any, s: Any, z: Any) -> Any:
         return op.QuantizeLinear(op.Relu(op.DequantizeLinear(x, t, u)), s, z)
 
-    def where(self, x: Val, t: Val, z: Val | None) -> None:
-        _check_bytes(x, t, z)
+    def where(self, x: Val, t: Val, s: Val, z: Val | None) -> None:
+        _check_bytes(x, t, s, z)
 
 
 class ClipBytes(_Rectified):
@@ -569,10 +577,12 @@ class ClipBytes(_Rectified):
         return op.QuantizeLinear(op.Clip(op.DequantizeLinear(x, t, u), k, h), s, z)
 
     def where(self, x: Val, t: Val, s: Val, z: Val | None, k: Val, h: Val | None) -> None:
-        _check_bytes(x, t, z)
+        _check_bytes(x, t, s, z)
         require(k.scalar == 0, "the least number is not 0")
         if h is not None:
-            highest = np.rint(np.float32(h.scalar) / np.float32(s.scalar)) + (0 if z is None else z.scalar)
+            with np.errstate(over="ignore"):
+                steps = np.rint(np.float32(h.scalar) / np.float32(s.scalar))
+            highest = steps + (0 if z is None else z.scalar)
             require(highest >= (127 if x.dtype == DType.INT8 else 255), "the range of bytes goes on")
 
 
@@ -602,8 +612,8 @@ class PoolBytes(Rule, family="precision"):
     def source(self, op: Op, x: Any, t: Any, u: Any, a: Any, s: Any, z: Any) -> Any:
         return op.QuantizeLinear(op.ReduceMean(op.DequantizeLinear(x, t, u), a), s, z)
 
-    def where(self, x: Val, t: Val, z: Val | None, a: Val) -> None:
-        _check_bytes(x, t, z)
+    def where(self, x: Val, t: Val, s: Val, z: Val | None, a: Val) -> None:
+        _check_bytes(x, t, s, z)
         require(sorted(i % 4 for i in a.ints) == [2, 3], "other axes are averaged")
 
     def target(self, op: Op, x: Val, t: Val, u: Val | None, s: Val, z: Val | None) -> Any:
@@ -662,6 +672,13 @@ class ConvolveBlocks(RegionRule, family="precision"):
         blocks = _Blocks.of(node.attrs, x.shape or (), numbers.shape or ())
         if blocks is None or x.dtype != DType.FLOAT:
             return None
+        if quantised.types[0].dtype not in _BYTES or numbers.dtype not in _BYTES:
+            return None
+        for factor in between:  # a weight of zero meets each pixel of a block, and 0 * inf is no number
+            scale = factor.inputs[1]
+            profitable(reader.is_const(scale), "a scale is computed")
+            largest = float(np.abs(reader.val(scale).whole_array).max(initial=0.0))
+            accurate(largest < _LARGE, "a scale is no ordinary number")
         of_image = (*quantised.inputs[1:], *(between[0].inputs[1:] if between else node.inputs[1:3]))
         require(all(reader.type(v).shape == () for v in given(of_image)), "the image's channels have scales")
         require(axis == 0 or reader.type(parameters[0]).shape == (), "the scales are not those of channels")

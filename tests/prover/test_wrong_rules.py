@@ -382,8 +382,25 @@ class FewChoices(Rule):
         return op.TopK(x, [50], outputs=2)
 
 
+class ForgetOneByte(Rule):
+    """where(quantise(x, s) == 243, -x, x) -> x: wrong where x is quantised to 243. In a field, that hardly ever is."""
+
+    shapes = "x[...]:float s[]:const"
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] o) <float s = {0.1}, uint8 k = {243}> "
+        "{ q = QuantizeLinear(x, s) e = Equal(q, k) n = Neg(x) o = Where(e, n, x) }",
+    )
+
+    def source(self, op: Op, x: Any, s: Any) -> Any:
+        return op.Where(op.Equal(op.QuantizeLinear(x, s), 243.0), op.Neg(x), x)
+
+    def target(self, op: Op, x: Val, s: Val) -> Any:
+        return op.Identity(x)
+
+
 VALUES = [
     FloorThroughInt(),
+    ForgetOneByte(),
     MultiplyAndDivide(),
     DivideAndMultiply(),
     DoubleAndHalve(),

@@ -392,3 +392,68 @@ def test_means_of_many_bytes_are_equal() -> None:
         PoolBytes(), model(MEAN.replace("m = ReduceMean(d, a)", "m = ReduceMean<keepdims=0>(d, a)"), **values)
     )
     refuses(PoolBytes(), model(MEAN, **(values | {"a": np.int64([1, 2])})), "axes")
+
+
+@pytest.mark.parametrize("attributes", ["axis=1", "axis=0, block_size=2"])
+def test_many_missing_zero_points_are_one_expression(attributes: str) -> None:
+    text = PRODUCT.replace("DequantizeLinear<axis=1>(w, r, v)", f"DequantizeLinear<{attributes}>(w, r)")
+    w = np.random.default_rng(0).integers(0, 256, (40, 1300)).astype(np.uint8)
+    scales = np.ones((20, 1300) if "block" in attributes else 1300, np.float32)
+    graph = applies(UseSignedWeights(), _product(text, w=w, r=scales))
+    assert all(graph.type(n.inputs[2]).dtype == DType.INT8 for n in graph.nodes() if n.inputs[0] == "w")
+
+
+def test_scales_of_unknown_shapes_stay() -> None:
+    text = PRODUCT.replace("(w, r, v)", "(w, p)")
+    refuses(
+        UseSignedWeights(),
+        _product(text.replace("q)", "q, float[M] p)")),
+        "a dimension is not a known number",
+    )
+    unknown = text.replace("q)", "q, float[30] o, int64[K] k)").replace("{ x", "{ p = Reshape(o, k) x")
+    refuses(UseSignedWeights(), _product(unknown), "known")
+
+
+def test_weights_on_the_left_of_a_product_stay() -> None:
+    refuses(
+        UseSignedWeights(), _product(PRODUCT.replace("MatMul(x, u)", "MatMul(u, x)").replace("N,40", "30,N"))
+    )
+
+
+HALF = np.float16(1000)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "values"),
+    [
+        (RectifyBytes(), "Relu(d)", {"s": HALF, "t": HALF}),
+        (ClipBytes(), "Clip(d, k)", {"s": HALF, "t": HALF, "k": np.float16(0)}),
+        (ClipBytes(), "Clip(d, k, h)", {"t": np.float32(-0.1), "z": np.uint8(0), "h": np.float32(-100)}),
+        (ClipBytes(), "Clip(d, k, h)", {"t": np.float32(0)}),
+    ],
+)
+def test_scales_that_are_no_ordinary_numbers_stay(
+    rule: AnyRule, text: str, values: dict[str, object]
+) -> None:
+    given = {
+        "s": np.float32(0.3),
+        "z": np.uint8(5),
+        "t": np.float32(0.1),
+        "k": np.float32(0),
+        "h": np.float32(26),
+    }
+    refuses(rule, model(BETWEEN.replace("Clip(d, k, h)", text), **(given | values)), "no ordinary number")
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        (STEM.replace("DequantizeLinear(q, s, z)", "DequantizeLinear(q, big, z)"), {"big": np.float32(1e37)}),
+        (STEM, {"r": np.full(8, 1e37, np.float32)}),
+        (STEM.replace("(float[2,3,24,32] x", "(float[2,3,24,32] x, float b").replace("(q, s, z)", "(q, b, z)"), {}),
+        (STEM.replace("QuantizeLinear(x, s, z)", "QuantizeLinear(x, s, f)").replace("(q, s, z)", "(q, s, f)"),
+         {"f": np.int16(3)}),
+    ],
+)  # fmt: skip
+def test_stems_that_are_not_of_ordinary_bytes_stay(text: str, values: dict[str, object]) -> None:
+    refuses(ConvolveBlocks(), _stem(text, **values))

@@ -872,3 +872,41 @@ def test_a_verification_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(layers exact)" in result.message()
     assert result.to_json()["outputs"][0]["judged_by"] == "layers"
     assert result.to_json()["exactness"] == "exact"
+
+
+# --- how exact ---
+
+FIFTH = "a (float[64] x) => (uint8[64] y) { e = Mul(x, tenth) f = Mul(e, five) "
+ROUNDED = "y = QuantizeLinear(f, one, none) }"
+WHOLE = (
+    "a (float[64] x) => (int32[64] y) { q = QuantizeLinear(x, one, none) d = DequantizeLinear(q, one, none) "
+    "e = Mul(d, tenth) f = Mul(e, five) g = Round(f) y = Cast<to=6>(g) }"
+)
+HALVES = {
+    "one": np.float32(1), "tenth": np.float32(0.1), "five": np.float32(5), "none": np.uint8(0),
+    "low": np.float32(0), "high": np.float32(255),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (f"{FIFTH} {ROUNDED}", f"{FIFTH} {ROUNDED}"),
+        (f"{FIFTH} {ROUNDED}", f"{FIFTH} g = Round(f) h = Clip(g, low, high) y = Cast<to=2>(h) }}"),
+        (WHOLE, WHOLE),
+    ],
+)  # fmt: skip
+def test_outputs_as_the_runtime_are_not_exact(a: str, b: str) -> None:
+    """Halves: float32 rounds products of a tenth to them, and exact arithmetic does not."""
+    judged = judge(model(a, **HALVES), model(b, **HALVES), [{"x": np.arange(64, dtype=np.float32)}])
+    assert judged.passed, judged.failures
+    assert str(judged.counts.exactness) == "as the runtime"
+
+
+def test_nothing_is_said_where_nothing_is_quantised_at_run_time() -> None:
+    text = "a (uint8[4, 8] x) => (int32[4, 5] y) { y = MatMulInteger(x, w) }"
+    proto = model(text, w=np.random.default_rng(0).integers(-128, 128, (8, 5)).astype(np.int8))
+    result = verify(proto, proto)
+    assert result.verified
+    assert result.exactness is None
+    assert not any("layer by layer" in note for note in result.notes)

@@ -202,9 +202,11 @@ def _notes(context: Context, finished: Finished, applied: Collection[str]) -> tu
     """The notes of a result. `applied`: the names of the rules that made it."""
     notes = [*context.imported.notes, *context.notes]
     if any(rule.assumes == VNNI for rule in LIBRARY if rule.name in applied):
+        assumed = VNNI in context.options.assuming
+        where = "you say that it is exact there" if assumed else "that is exact on this one"
+        hint = "" if assumed else "; --portable avoids it"
         notes.append(
-            "the result multiplies unsigned with signed bytes: that is exact on this processor, and on others whose "
-            "`xrlflow doctor` says so (--portable avoids it)"
+            f"the result depends on the processor: it multiplies unsigned with signed bytes, and {where}{hint}"
         )
     own, asked = opset_of(context.imported.frame), context.options.opset
     if finished.accepted is None and asked is not None and asked != own:

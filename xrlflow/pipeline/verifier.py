@@ -230,6 +230,7 @@ def together(checks: Sequence[Verification]) -> Verification:
         not_exercised(arm) for check in checks for arm in check.unexercised if arm not in unexercised
     }
     notes = dict.fromkeys(note for check in checks for note in check.notes if note not in exercised)
+    exactness = [check.exactness for check in checks]
     return replace(
         last,
         outputs=max(checks, key=lambda check: check.max_error).outputs,
@@ -239,7 +240,7 @@ def together(checks: Sequence[Verification]) -> Verification:
         values=tuple(dict.fromkeys(value for check in checks for value in check.values)),
         left_out=tuple(dict.fromkeys(text for check in checks for text in check.left_out)),
         unexercised=unexercised,
-        exactness=max((c.exactness for c in checks if c.exactness is not None), default=None),
+        exactness=None if None in exactness else max(e for e in exactness if e is not None),
     )
 
 

@@ -141,7 +141,7 @@ def retrace(
     for number, step in enumerate(trace, first):
         match = state.find((step.key[0], step.key[1]))
         if match is None:
-            raise TraceError(f"step {number} of the trace ({step.rule}) does not apply to this graph")
+            raise TraceError(_misfit(state, number, step))
         after = state.apply(match)
         yield state, match, after
         state = after
@@ -154,9 +154,16 @@ def retraced(base: SearchNode, trace: Sequence[TraceStep], first: int = 1) -> Se
     for number, step in enumerate(trace, first):
         match = node.state.find(step.key)
         if match is None:
-            raise TraceError(f"step {number} of the trace ({step.rule}) does not apply to this graph")
+            raise TraceError(_misfit(node.state, number, step))
         node = successor(node, match)
     return node
+
+
+def _misfit(state: RewriteState, number: int, step: TraceStep) -> str:
+    """Why a step of a trace cannot be replayed."""
+    text = f"step {number} of the trace ({step.rule}) does not apply to this graph"
+    left_out = step.rule not in state.library.rules
+    return f"{text}: the options leave its rule out, or what it assumes (--assume)" if left_out else text
 
 
 def successor(node: SearchNode, match: Match) -> SearchNode:

@@ -761,7 +761,7 @@ def _with_layers(verification: Verification, judged: Judged) -> Verification:
         return replace(
             verification, notes=(*verification.notes, f"not judged layer by layer: {judged.reason}")
         )
-    if not judged.evaluated:
+    if not judged.evaluated or not (judged.failures or judged.counts.tensors):
         return verification
     if not judged.failures:
         note = f"layer by layer, on {judged.samples} sets of inputs: {judged.counts}"

@@ -198,6 +198,8 @@ def _compare_run(
             continue
         targets = [meaning.outputs[value], *others(value)]
         differences = [output_difference(meaning, value, run[name], target) for target in targets]
+        if differences[0] is not None and not all(differences):
+            result.counts += Counts(exactness=Exactness(0, differences[0].count))
         if all(differences):
             result.wrong.append(
                 replace(differences[0], name=name) if differences[0] else Difference(name, 0, 0, 0)
