@@ -356,6 +356,8 @@ def _is_constant(reader: Reader, node: Node, quantised: Value) -> bool:
 
 def _connected(reader: Reader, first: Node) -> list[_Group]:
     """The quantisations that operators connect with the first one; none if one of them has a smaller number."""
+    if not _quantised(reader, first):  # most graphs quantise to unsigned bytes: nothing is followed
+        return []
     seen, pending, groups = {first.id}, [first], list[_Group]()
     while pending:
         node = pending.pop()

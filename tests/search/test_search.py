@@ -406,6 +406,29 @@ def test_selection_sweeps_the_original_though_the_best_by_model_won() -> None:
     assert [n.op for n in selection.selected.state.graph.nodes()] == ["LeakyRelu"]
 
 
+class Rectify(ReplaceReluByLeakyRelu):
+    """relu(x) -> leakyrelu(x), as a rule of low precision without a price."""
+
+    unpriced = True
+    family = "precision"
+
+
+def test_selection_begins_with_what_has_no_price_in_low_precision() -> None:
+    """What the model prefers is faster than the original, and slower than that."""
+    proto = model("agraph (float[2,3] x) => (float[2,3] y) { y = Relu(x) }")
+    modelled, truth = Weighted(Max=0.1), Weighted(Relu=10.0, Max=9.0, LeakyRelu=2.0)
+    base = start(proto, (ReplaceReluByMax(), Rectify()), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+
+    selection = select(base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60)
+    assert [(t.proposal, t.against, t.accepted) for t in selection.trials[:2]] == [
+        ("Rectify", "the original", True),
+        ("the best proposal", "Rectify", False),
+    ]
+    assert selection.selected is not None
+    assert [n.op for n in selection.selected.state.graph.nodes()] == ["LeakyRelu"]
+
+
 class Surveyed:
     """A survey whose result is known, and the rules whose candidates it was asked for."""
 

@@ -57,6 +57,9 @@ class Ratio:
         return Ratio(min(self.median, other.median), min(self.low, other.low), min(self.high, other.high))
 
 
+_PRECISION = "precision"  # the family of the rules of low precision
+
+
 class Survey(Protocol):
     """Seconds that substitutions save (negative: lose), each measured with its neighbours and summed by rule.
 
@@ -224,6 +227,8 @@ def select(
     `base` is the original as imported. `proposals` are states that a search found, the most promising first.
     `search(node, rules)` improves a state by its modelled cost, with these rules only.
 
+    0. All rules of low precision that have no price are swept over the original together: what they gain depends on
+       what the runtime fuses, and single ones may be slower than none.
     1. The best proposal is changed as `survey` suggests: sweeps of rules that save time are added, rules that lose time
        are left out. The result is measured against the original; if it is no faster, so is the unchanged proposal.
     2. One change is made at a time and accepted if it is measured to be faster: a family or rule is dropped, or a rule
@@ -239,6 +244,7 @@ def select(
     selector = _Selector(base, compare, search, deadline, tolerance * base.cost, tidying, survey)
     interrupted = False
     try:
+        selector.sweep_unpriced()
         if proposals and proposals[0].state.fingerprint not in selector.visited:
             selector.improve(proposals[0])
         selector.improve_original()
@@ -268,6 +274,7 @@ class _Selector:
     )  # nodes that may be faster, with the median ratio
     untidy: frozenset[str] = frozenset()  # rules that were measured to lose time
     visited: set[int] = field(init=False)  # fingerprints of the graphs that were tried
+    unpriced: tuple[SearchNode, str, _Recipe] | None = None  # what `sweep_unpriced` made the incumbent
 
     def __post_init__(self) -> None:
         self.visited = {self.base.state.fingerprint}
@@ -275,6 +282,20 @@ class _Selector:
     @property
     def _late(self) -> bool:
         return time.monotonic() >= self.deadline
+
+    def sweep_unpriced(self) -> None:
+        """Measure the original with sweeps of all rules of low precision that have no price."""
+        rules, bare = self.base.state.library.rules, _Recipe(frozenset())
+        names = [r for r in sweeping_rules(self.base, self.at_most) if rules[r].unpriced]
+        names = [r for r in names if rules[r].family == _PRECISION]
+        parts = {part for r in names for part in rules[r].composite_of}
+        change = _together([r for r in names if r not in parts], [])
+        if not change.sweeps:
+            return
+        recipe, what = change.of(bare), change.text[2:]
+        node = self._build(self.base, bare, recipe)
+        if node.state.fingerprint not in self.visited and self._challenge(node, what):
+            self.unpriced = node, what, recipe
 
     def improve(self, best: SearchNode) -> None:
         """Measure the best proposal, unchanged or improved, and then change one rule or family at a time."""
@@ -305,7 +326,12 @@ class _Selector:
             self._climb(best, what, recipe, self.deadline, proven=True, sweeping=True)
 
     def improve_original(self) -> None:
-        """Measure the original with sweeps against the incumbent."""
+        """Measure the original with sweeps against the incumbent. If `sweep_unpriced` made the incumbent, change it
+        instead.
+        """
+        if self.unpriced is not None and self.current is self.unpriced[0]:
+            self._climb(*self.unpriced, self.deadline, proven=True, sweeping=True)
+            return
         nothing = self.current is None
         bare = _Recipe(frozenset(), dropped=self.untidy)
         swept, what, _ = self._climb(
