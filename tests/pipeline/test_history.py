@@ -101,7 +101,7 @@ def test_an_original_that_was_simplified_is_not_the_graph_that_was_measured() ->
     graphs = [load(models.small(name)).graph for name in ("nasrnn-shared", "squeezenet")]
     nodes = [SearchNode(RewriteState.start(g, Library(())), None, 1.0) for g in graphs]
     for base, expected in ((nodes[0], graphs[0]), (nodes[1], None)):
-        context, start = Mock(), Mock()
+        context, start = Mock(meant=None), Mock()
         context.imported.graph, start.base = graphs[0], base
         trials = Trials(context, start, Mock(), 0.0)
         assert trials._of(None) is expected

@@ -15,6 +15,8 @@ from xrlflow.onnxio import load, to_proto
 from xrlflow.rewrite import AnyRule, Library, Match, RewriteState
 from xrlflow.verify.compare import by_deviation, by_reference, is_float, judge_exact, judge_floats
 
+_HALF_BYTES = (onnx.TensorProto.INT4, onnx.TensorProto.UINT4)
+
 
 def model(source: str, *, opset: int = 23, **initializers: np.ndarray) -> onnx.ModelProto:
     """A model from ONNX's text form: `agraph (float[1,3] x) => (float[1,3] y) { y = Relu(x) }`.
@@ -24,6 +26,11 @@ def model(source: str, *, opset: int = 23, **initializers: np.ndarray) -> onnx.M
     proto = onnx.parser.parse_model(
         f'<ir_version: 11, opset_import: ["" : {opset}, "com.microsoft" : 1]>\n{source}'
     )
+    for tensor in proto.graph.initializer:
+        if tensor.data_type in _HALF_BYTES and len(tensor.int32_data) == np.prod(tensor.dims):
+            # ONNX's parser writes one number in each element, where its format has two.
+            array = np.array(tensor.int32_data).astype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array.reshape(tensor.dims), tensor.name))
     for name, array in initializers.items():
         proto.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
     return proto

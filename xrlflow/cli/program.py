@@ -102,7 +102,12 @@ def main() -> None:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end)
     try:
-        app()
+        try:
+            app()
+        except ImportError as error:  # what a module in C makes of an exception while it is loaded
+            if isinstance(error.__cause__, _Terminated):
+                raise error.__cause__ from None
+            raise
     except _Terminated as end:
         typer.echo("xrlflow: error: terminated", err=True)
         _leave_threads(end)

@@ -198,7 +198,7 @@ def _report(
     )
 
 
-def _notes(context: Context, finished: Finished, applied: Collection[str]) -> tuple[str, ...]:
+def _notes(context: Context, finished: Finished, applied: Collection[str] = ()) -> tuple[str, ...]:
     """The notes of a result. `applied`: the names of the rules that made it."""
     notes = [*context.imported.notes, *context.notes]
     if any(rule.assumes == VNNI for rule in LIBRARY if rule.name in applied):
