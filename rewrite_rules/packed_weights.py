@@ -13,7 +13,6 @@ from rewrite_rules.elementwise import given
 from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, Attrs, DType, Node, Value
 from xrlflow.ops.packed import PRODUCT, QUANTISING
-from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, profitable, require
 
 _KNOWN = {"K", "N", "bits", "block_size", "accuracy_level"}
@@ -96,14 +95,10 @@ class MergePackedMatMuls(RegionRule, family="merge"):
         "c = com.microsoft.MatMulNBits<K=20, N=4, bits=4, block_size=16>(x, w, t, l) }",
     )
     near_misses = graphs(
-        *(
-            f"(float[N,32] x) => (float[N,4] y, float[N,4] z) "
-            f"<uint8[4,{32 // one},{one // 2}] v = {_packed(64)}, float[{128 // one}] s = {_scales(128 // one)}, "
-            f"uint8[4,{32 // two},{two // 2}] w = {_packed(64)}, float[{128 // two}] t = {_scales(128 // two)}> "
-            f"{{ y = com.microsoft.MatMulNBits<K=32, N=4, bits=4, block_size={one}>(x, v, s) "
-            f"z = com.microsoft.MatMulNBits<K=32, N=4, bits=4, block_size={two}>(x, w, t) }}"
-            for one, two in ((16, 32),)
-        )
+        f"(float[N,32] x) => (float[N,4] y, float[N,4] z) <uint8[4,2,8] v = {_packed(64)}, float[8] s = {_scales(8)}, "
+        f"uint8[4,1,16] w = {_packed(64)}, float[4] t = {_scales(4)}> "
+        "{ y = com.microsoft.MatMulNBits<K=32, N=4, bits=4, block_size=16>(x, v, s) "
+        "z = com.microsoft.MatMulNBits<K=32, N=4, bits=4, block_size=32>(x, w, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -128,8 +123,7 @@ class MergePackedMatMuls(RegionRule, family="merge"):
             weights.append(next(values))
             scales.append(next(values))
             zeros += [next(values)] if offset else []
-            empty = np.zeros(1, numpy_dtype(x.dtype))
-            biases.append(next(values) if biased else op.Expand(empty, [packing.n]))
+            biases.append(next(values) if biased else op.Expand(np.zeros(1, x.storage), [packing.n]))
         columns = sum(p.n for p in packings)
         y = op[PRODUCT](
             x,

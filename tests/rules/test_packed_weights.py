@@ -283,3 +283,13 @@ def test_what_is_behind_a_product_has_a_type() -> None:
     graph = load(proto).graph
     assert [str(graph.type(v)) for v in graph.outputs] == ["float[N,5,8]"]
     assert_equivalent(proto, proto, {"x": normal(2, 5, 64)})
+
+
+def test_products_of_an_operand_of_unknown_type_stay() -> None:
+    text = (
+        "agraph (float[4,16] i) => (a, b) <float[4] s = {1,2,3,4}> "
+        "{ x = com.microsoft.NobodyKnowsThis(i) "
+        "a = com.microsoft.MatMulNBits<K=16, N=4, bits=4, block_size=16>(x, v, s) "
+        "b = com.microsoft.MatMulNBits<K=16, N=4, bits=4, block_size=16>(x, v, s, , , s) }"
+    )
+    refuses(MergePackedMatMuls(), model(text, v=np.arange(32, dtype=np.uint8).reshape(4, 1, 8)))
