@@ -19,6 +19,7 @@ from rewrite_rules import (
     packed_weights,
     precision,
     quantised,
+    quantised_operators,
     recurrent,
     reduction,
     reshape,
@@ -56,7 +57,8 @@ _MODULES = (
         exporter_cleanup,
         logic,
     ),
-    *(weights_algebra, microsoft, expansion, substitutes, precision, quantised, packed_weights),
+    *(weights_algebra, microsoft, expansion, substitutes, precision),
+    *(quantised, quantised_operators, packed_weights),
 )
 
 LIBRARY: tuple[AnyRule, ...] = tuple(rule for module in _MODULES for rule in declared_in(module))

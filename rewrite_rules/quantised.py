@@ -427,16 +427,21 @@ class StoreQuantisedWeights(Rule, family="precision"):
         return op.Cast(numbers, to=int(stored))
 
 
+# Products of which ONNX Runtime packs the dequantised weights.
+_PACKED = ("Gemm", "MatMul")
+
+
 class DequantiseWeightsOnce(RegionRule, family="precision"):
-    """conv(x, dequantise(w, s, z)) -> conv(x, (cast(w) - cast(z)) * s)  where the convolution stays one of floats.
+    """f(x, dequantise(w, s, z)) -> f(x, (cast(w) - cast(z)) * s)  for a convolution or product f of floats.
 
     ONNX Runtime folds the right side when it loads the model, and then chooses a faster layout; it dequantises
-    constants at every run. A convolution between bytes becomes one of bytes, and is left alone.
+    constants at every run. A convolution between bytes becomes one of bytes, and is left alone. So is a product whose
+    weights, scale and zero point nothing else reads: ONNX Runtime packs these weights, and quantises x.
     """
 
     backend = "onnxruntime"
     unpriced = True
-    anchors = ("Conv", "ConvTranspose")
+    anchors = ("Conv", "ConvTranspose", *_PACKED)
     examples = graphs(
         f"(float[N,2,5] x) => (y) <int8[3,2,3] w = {_numbers(18)}, float s = {{0.1}}, int8 z = {{3}}> "
         "{ v = DequantizeLinear(w, s, z) y = Conv<pads=[1,1]>(x, v) }",
@@ -445,8 +450,17 @@ class DequantiseWeightsOnce(RegionRule, family="precision"):
         f"(uint8[1,2,4,4] q) => (y) <uint8[2,3,2,2] w = {_numbers(24, 128)}, float[3] s = {{0.1,0.2,0.3}}, "
         "uint8[3] z = {128,7,255}> "
         "{ x = DequantizeLinear(q, [0.1]) v = DequantizeLinear<axis=1>(w, s, z) c = ConvTranspose(x, v) y = Relu(c) }",
+        "(float[N,3] x) => (y, r) <int8[2,3] t = {1,-2,3,-4,5,-6}, float s = {0.1}, int8 z = {3}> "
+        "{ w = Transpose<perm=[1,0]>(t) v = DequantizeLinear(w, s, z) y = MatMul(x, v) q = QuantizeLinear(x, s, z) "
+        "r = DequantizeLinear(q, s, z) }",
+        "(float[N,3] x, float[2] b) => (y, u) <int8[2,3] w = {1,-2,3,-4,5,-6}, float[2] s = {0.1,0.2}> "
+        "{ v = DequantizeLinear<axis=0>(w, s) y = Gemm<transB=1, alpha=0.5>(x, v, b) u = Mul(y, s) }",
     )
     near_misses = graphs(
+        "(float[N,3] x) => (y) <int8[3,2] w = {1,-2,3,-4,5,-6}, float s = {0.1}, int8 z = {3}> "
+        "{ v = DequantizeLinear(w, s, z) y = MatMul(x, v) }",
+        "(uint8[N,3] q) => (y, r) <int8[3,2] w = {1,-2,3,-4,5,-6}, float s = {0.1}, int8 z = {3}> "
+        "{ x = DequantizeLinear(q, s) v = DequantizeLinear(w, s, z) y = MatMul(x, v) r = Mul(y, s) }",
         f"(uint8[1,2,5] q) => (y) <int8[3,2,3] w = {_numbers(18)}, float s = {{0.1}}, int8 z = {{3}}, uint8 u = {{9}}> "
         "{ x = DequantizeLinear(q, s, u) v = DequantizeLinear(w, s, z) c = Conv(x, v) y = QuantizeLinear(c, s, u) }",
     )
@@ -461,7 +475,10 @@ class DequantiseWeightsOnce(RegionRule, family="precision"):
         shapes = {reader.type(v).shape for v in quantised[1:]}
         if len(shapes) > 1 or len(shapes.pop() or ()) > 1 or not all(map(reader.is_const, quantised)):
             return None
-        if _is_fused(reader, node):
+        if node.op in _PACKED:
+            profitable("DequantizeLinear" not in _above(reader, node), "the product is one of bytes")
+            profitable(any(reader.count_users(v) > 1 for v in quantised), "the weights are packed")
+        elif _is_fused(reader, node):
             return None
         inputs = (*quantised, node.inputs[0], *given(node.inputs[2:]))
         data = (node, weights.attrs.get("axis", 1), len(quantised))
@@ -486,9 +503,12 @@ def _is_fused(reader: Reader, node: Node) -> bool:
     """Whether ONNX Runtime makes an operator of bytes of a convolution, which stands between bytes, perhaps with some
     operators in between. It would quantise weights of floats once more, to other numbers.
     """
-    above = _reached(lambda n: [p for v in n.inputs[:1] if v != ABSENT and (p := reader.producer(v))], node)
     below = _reached(lambda n: [u for v in n.outputs for u in reader.users(v)], node)
-    return "DequantizeLinear" in above and "QuantizeLinear" in below
+    return "DequantizeLinear" in _above(reader, node) and "QuantizeLinear" in below
+
+
+def _above(reader: Reader, node: Node) -> set[str]:
+    return _reached(lambda n: [p for v in n.inputs[:1] if v != ABSENT and (p := reader.producer(v))], node)
 
 
 def _reached(following: Callable[[Node], list[Node]], node: Node) -> set[str]:

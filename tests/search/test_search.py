@@ -422,11 +422,31 @@ def test_selection_begins_with_what_has_no_price_in_low_precision() -> None:
 
     selection = select(base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60)
     assert [(t.proposal, t.against, t.accepted) for t in selection.trials[:2]] == [
-        ("Rectify", "the original", True),
-        ("the best proposal", "Rectify", False),
+        ("the original + Rectify", "the original", True),
+        ("the best proposal", "the original + Rectify", False),
     ]
     assert selection.selected is not None
     assert [n.op for n in selection.selected.state.graph.nodes()] == ["LeakyRelu"]
+
+
+class Threshold(ReplaceLeakyReluByThresholdedRelu):
+    """leakyrelu(x, 0) -> thresholdedrelu(x, 0), as a rule of low precision without a price."""
+
+    unpriced = True
+    family = "precision"
+
+
+def test_selection_begins_with_what_applies_only_behind_that() -> None:
+    """The first rule alone is slower."""
+    proto = model("agraph (float[2,3] x) => (float[2,3] y) { y = Relu(x) }")
+    truth = Weighted(Relu=10.0, LeakyRelu=20.0, ThresholdedRelu=2.0)
+    base = start(proto, (Rectify(), Threshold()), Weighted())
+
+    selection = select(base, [base], timed(truth, base), searching(Weighted()), time.monotonic() + 60)
+    first = selection.trials[0]
+    assert (first.proposal, first.accepted) == ("the original + Rectify + Threshold", True)
+    assert selection.selected is not None
+    assert [n.op for n in selection.selected.state.graph.nodes()] == ["ThresholdedRelu"]
 
 
 class Surveyed:

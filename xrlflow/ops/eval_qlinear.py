@@ -67,72 +67,44 @@ def _mul(field: Field, attrs: Attrs, *operands: Any) -> Unrounded:
     return output.of(field.mul(a, b))
 
 
-def _sigmoid(
-    field: Field,
-    attrs: Attrs,
-    x: Array,
-    scale: Array,
-    zero: Array | None,
-    to: Array,
-    to_zero: Array | None = None,
-) -> Unrounded:
-    return _Output(field, to, to_zero, x).of(field.unary("sigmoid", _real(field, x, scale, zero)))
+def _single(field: Field, *operands: Any) -> tuple[Array, _Output]:
+    """The numbers of a quantised operand, and the output's scale and zero point. `operands`: x, its scale and zero
+    point; scale and zero point of the output.
+    """
+    x, scale, zero, to, to_zero = _padded(operands, 5)
+    return _real(field, x, scale, zero), _Output(field, to, to_zero, x)
 
 
-def _leaky_relu(
-    field: Field,
-    attrs: Attrs,
-    x: Array,
-    scale: Array,
-    zero: Array | None,
-    to: Array,
-    to_zero: Array | None = None,
-) -> Unrounded:
-    value = field.unary("leaky_relu", _real(field, x, scale, zero), number(attrs, "alpha", f32(0.01)))
-    return _Output(field, to, to_zero, x).of(value)
+def _sigmoid(field: Field, attrs: Attrs, *operands: Any) -> Unrounded:
+    x, output = _single(field, *operands)
+    return output.of(field.unary("sigmoid", x))
 
 
-def _softmax(
-    field: Field,
-    attrs: Attrs,
-    x: Array,
-    scale: Array,
-    zero: Array | None,
-    to: Array,
-    to_zero: Array | None = None,
-) -> Unrounded:
-    value, axis = _real(field, x, scale, zero), integer(attrs, "axis", -1)
+def _leaky_relu(field: Field, attrs: Attrs, *operands: Any) -> Unrounded:
+    x, output = _single(field, *operands)
+    return output.of(field.unary("leaky_relu", x, number(attrs, "alpha", f32(0.01))))
+
+
+def _softmax(field: Field, attrs: Attrs, *operands: Any) -> Unrounded:
+    x, output = _single(field, *operands)
+    axis = integer(attrs, "axis", -1)
     if integer(attrs, "opset", 13) < 13:
-        rows = value.reshape(int(np.prod(value.shape[: axis % value.ndim])), -1)
-        return _Output(field, to, to_zero, x).of(softmax(field, rows, -1).reshape(value.shape))
-    return _Output(field, to, to_zero, x).of(softmax(field, value, axis))
+        rows = x.reshape(int(np.prod(x.shape[: axis % x.ndim])), -1)
+        return output.of(softmax(field, rows, -1).reshape(x.shape))
+    return output.of(softmax(field, x, axis))
 
 
-def _global_average_pool(
-    field: Field,
-    attrs: Attrs,
-    x: Array,
-    scale: Array,
-    zero: Array | None,
-    to: Array,
-    to_zero: Array | None = None,
-) -> Unrounded:
+def _global_average_pool(field: Field, attrs: Attrs, *operands: Any) -> Unrounded:
+    x, output = _single(field, *operands)
     axes = tuple(range(1, x.ndim - 1)) if integer(attrs, "channels_last", 0) else tuple(range(2, x.ndim))
-    return _Output(field, to, to_zero, x).of(field.mean(_real(field, x, scale, zero), axes, keepdims=True))
+    return output.of(field.mean(x, axes, keepdims=True))
 
 
-def _average_pool(
-    field: Field,
-    attrs: Attrs,
-    x: Array,
-    scale: Array,
-    zero: Array | None,
-    to: Array,
-    to_zero: Array | None = None,
-) -> Unrounded:
-    value, last = _real(field, x, scale, zero), bool(integer(attrs, "channels_last", 0))
-    y = average_pool(field, attrs, np.moveaxis(value, -1, 1) if last else value)
-    return _Output(field, to, to_zero, x).of(np.moveaxis(y, 1, -1) if last else y)
+def _average_pool(field: Field, attrs: Attrs, *operands: Any) -> Unrounded:
+    x, output = _single(field, *operands)
+    if not integer(attrs, "channels_last", 0):
+        return output.of(average_pool(field, attrs, x))
+    return output.of(np.moveaxis(average_pool(field, attrs, np.moveaxis(x, -1, 1)), 1, -1))
 
 
 def _conv(field: Field, attrs: Attrs, x: Array, *more: Array) -> Unrounded:

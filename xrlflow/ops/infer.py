@@ -13,6 +13,7 @@ import onnx.numpy_helper
 import onnx.shape_inference
 
 from xrlflow.ir import Attr, Attrs, Body, Const, Dim, DType, RawAttr, TensorType
+from xrlflow.ops.contrib import CONTRIB, standard
 from xrlflow.ops.eval_shape import ends_of_slice
 from xrlflow.ops.invalid_nodes import why_invalid
 from xrlflow.ops.packed import PRODUCT, Misfit, product_type
@@ -118,7 +119,7 @@ UNKNOWN = TensorType(DType.UNDEFINED, None)
 
 def has_types(op: str) -> bool:
     """Whether the types of an operator's outputs can be inferred."""
-    return op == PRODUCT or schema(op) is not None
+    return op.startswith(CONTRIB) or schema(op) is not None
 
 
 def infer(
@@ -133,8 +134,8 @@ def infer(
     `types` and `data` have, for each input, its type (None: absent) and its constant, if it is one. Outputs are
     constant if the operator can be folded and every input is constant. Dimensions that ONNX's inference does not find
     become formulas if they follow from the inputs' dimensions (`symbolic_shapes`). Operators that ONNX does not define
-    give UNKNOWN types, except products with packed weights (`packed`). Raises InferenceError if the inputs do not fit
-    the operator.
+    give UNKNOWN types, except products with packed weights (`packed`) and operators that have the sizes of one of ONNX
+    (`contrib`). Raises InferenceError if the inputs do not fit the operator.
     """
     return _remembered(_memo, _infer, op, attrs, types, data, outputs)
 
@@ -156,8 +157,27 @@ def _remembered(
     key = _key(op, attrs, types, data, outputs)
     types_out = memo.get(key)
     if types_out is None:
-        types_out = memo[key] = inference(op, attrs, types, data, outputs)
+        types_out = memo[key] = _of_any(inference, op, attrs, types, data, outputs)
     return types_out
+
+
+def _of_any(
+    inference: _Inference,
+    op: str,
+    attrs: Attrs,
+    types: Sequence[TensorType | None],
+    data: Sequence[Const | None],
+    outputs: int,
+) -> tuple[TensorType, ...]:
+    """The types of the outputs of an operator of ONNX, or of one that has the sizes of one."""
+    like = standard(op, attrs, types)
+    if like is None:
+        return inference(op, attrs, types, data, outputs)
+    try:
+        (sizes,) = inference(like.op, like.attrs, like.types, [None] * len(like.types), 1)
+    except InferenceError:  # the runtime decides what it takes
+        return (UNKNOWN,) * outputs
+    return (TensorType(like.dtype, sizes.shape),)
 
 
 def sizes_from_data(op: str) -> bool:

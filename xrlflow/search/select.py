@@ -284,18 +284,24 @@ class _Selector:
         return time.monotonic() >= self.deadline
 
     def sweep_unpriced(self) -> None:
-        """Measure the original with sweeps of all rules of low precision that have no price."""
-        rules, bare = self.base.state.library.rules, _Recipe(frozenset())
-        names = [r for r in sweeping_rules(self.base, self.at_most) if rules[r].unpriced]
-        names = [r for r in names if rules[r].family == _PRECISION]
-        parts = {part for r in names for part in rules[r].composite_of}
-        change = _together([r for r in names if r not in parts], [])
-        if not change.sweeps:
-            return
-        recipe, what = change.of(bare), change.text[2:]
-        node = self._build(self.base, bare, recipe)
+        """Measure the original with sweeps of all rules of low precision that have no price, and of those that apply
+        only then.
+        """
+        node, recipe, what = self.base, _Recipe(frozenset()), "the original"
+        while change := self._sweeping_unpriced(node, recipe):
+            before, recipe = recipe, change.of(recipe)
+            node, what = self._build(node, before, recipe), f"{what} {change.text}"
         if node.state.fingerprint not in self.visited and self._challenge(node, what):
             self.unpriced = node, what, recipe
+
+    def _sweeping_unpriced(self, node: SearchNode, recipe: _Recipe) -> _Change | None:
+        """Sweeps of all unpriced rules of low precision that apply and that the recipe does not have."""
+        rules = node.state.library.rules
+        names = [r for r in sweeping_rules(node, self.at_most) if rules[r].unpriced]
+        names = [r for r in names if rules[r].family == _PRECISION and r not in recipe.sweeps]
+        parts = {part for r in names for part in rules[r].composite_of}
+        names = [r for r in names if r not in parts]
+        return _together(names, []) if names else None
 
     def improve(self, best: SearchNode) -> None:
         """Measure the best proposal, unchanged or improved, and then change one rule or family at a time."""

@@ -1,0 +1,92 @@
+"""The sizes of ONNX Runtime's own operators (domain com.microsoft), as those of operators of ONNX.
+
+Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xrlflow.ir import Attrs, DType, TensorType
+from xrlflow.ops.schema import schema
+
+CONTRIB = "com.microsoft::"
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """An operator of ONNX whose result has the same sizes, where it finds its operands, and which inputs may say the
+    type of the result. The first one that is given does.
+    """
+
+    op: str
+    operands: tuple[int, ...]
+    typed_by: tuple[int, ...]
+
+
+_UNARY = {
+    name: _Like(op, (0,), (4, 0))
+    for name, op in (
+        ("QLinearAveragePool", "AveragePool"),
+        ("QLinearGlobalAveragePool", "GlobalAveragePool"),
+        ("QLinearLeakyRelu", "LeakyRelu"),
+        ("QLinearSigmoid", "Sigmoid"),
+        ("QLinearSoftmax", "Softmax"),
+    )
+}
+_LIKE: Mapping[str, _Like] = {
+    "BiasGelu": _Like("Add", (0, 1), (0,)),
+    "DynamicQuantizeMatMul": _Like("MatMul", (0, 1), (0,)),
+    "FastGelu": _Like("Identity", (0,), (0,)),
+    "Gelu": _Like("Identity", (0,), (0,)),
+    "MatMulIntegerToFloat": _Like("MatMul", (0, 1), (2,)),
+    "QGemm": _Like("Gemm", (0, 3), (8, 0)),
+    "QLinearAdd": _Like("Add", (0, 3), (7, 0)),
+    "QLinearConv": _Like("Conv", (0, 3), (7, 0)),
+    "QLinearMul": _Like("Mul", (0, 3), (7, 0)),
+    "QLinearWhere": _Like("Where", (0, 1, 4), (8, 1)),
+    "QuickGelu": _Like("Identity", (0,), (0,)),
+    **_UNARY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """An application of an operator of ONNX, whose result has these sizes but the type `dtype`."""
+
+    op: str
+    attrs: Attrs
+    types: tuple[TensorType | None, ...]
+    dtype: DType
+
+
+def standard(op: str, attrs: Attrs, types: Sequence[TensorType | None]) -> Standard | None:
+    """An operator of ONNX with the same sizes. None if none is known, or if a type is missing."""
+    if not op.startswith(CONTRIB) or attrs.get("channels_last"):
+        return None
+    name = op.removeprefix(CONTRIB)
+    like = _like_concat(len(types)) if name == "QLinearConcat" else _LIKE.get(name)
+    if like is None or len(types) <= max(like.operands, default=0):
+        return None
+    typed_by, definition = like.typed_by, schema(like.op)
+    if name == "QGemm" and (len(types) < 8 or types[7] is None):  # without a scale, the result is of floats
+        typed_by = (1,)
+    given = [type for i in typed_by if i < len(types) and (type := types[i]) is not None]
+    operands = [types[i] for i in like.operands]
+    if definition is None or not given or any(t is None or t.dtype == DType.UNDEFINED for t in operands):
+        return None
+    known = Attrs({key: value for key, value in attrs.items() if key in definition.attributes})
+    return Standard(like.op, known, tuple(_floats(t) for t in operands), given[0].dtype)
+
+
+def _like_concat(inputs: int) -> _Like:
+    """Scale and zero point of the result come first, then each part with its own."""
+    return _Like("Concat", tuple(range(2, inputs, 3)), (1, 2))
+
+
+def _floats(type: TensorType | None) -> TensorType | None:
+    """The type of an operand in floats. Conditions stay as they are."""
+    if type is None or type.dtype == DType.BOOL:
+        return type
+    return TensorType(DType.FLOAT, type.shape)
