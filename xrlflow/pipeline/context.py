@@ -39,6 +39,7 @@ class Clock:
     loading: float = 0.0  # rough time to open a session with the original; 0: unknown
     compiling: float = 0.0  # expected time to choose and compile generated kernels
     reserved: float = 0.0  # the part of `compiling` that is still reserved
+    quantised: bool = False  # verification goes layer by layer
     phases: dict[str, float] = field(default_factory=dict)
     deadline: float = field(init=False)  # at first equal to `limit`; `hurry` sets an earlier deadline
     _begun_at: float | None = field(default=None, init=False)
@@ -59,7 +60,7 @@ class Clock:
         begin = next((at for at in (self._hurried_at, self._begun_at) if at is not None), self.begin)
         return Budget(
             begin, self.deadline - begin, self.latency, self.loading, self.verifying,
-            hurried=self.hurried, compiled=self.compiled,
+            quantised=self.quantised, hurried=self.hurried, compiled=self.compiled,
             compiling=0.0 if self.hurried else self.compiling,
             reserved=0.0 if self.hurried else self.reserved,
         )  # fmt: skip

@@ -62,6 +62,7 @@ from xrlflow.storage.stores import server_of
 from xrlflow.tuning.store import Store
 from xrlflow.verify import InputsNeeded, feeds_for_measurement
 from xrlflow.verify.inputs import user_case
+from xrlflow.verify.layers import is_quantised
 
 # The fraction of the search's time that measuring operators may take.
 _PROFILING = 0.5
@@ -149,6 +150,7 @@ def opened(
             imported = load(source, shapes=options.shapes, fix_shapes=options.fix_shapes or compiling)
             opset = OPSET if compiling else options.opset
             imported = imported if opset is None else preferring(imported, opset)
+            clock.quantised = is_quantised(imported.graph)
             folder = stack.enter_context(TemporaryDirectory(prefix="xrlflow-"))
             library = library_for(options)
             store: Store | None = None

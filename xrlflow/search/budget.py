@@ -25,6 +25,8 @@ _FEWEST_PROCESSES = 8
 _LOADING_TVM = 4.0
 # Verification: seconds besides runs, and runs of the original and the result together.
 _VERIFYING, _VERIFYING_RUNS = 2.5, 16
+# What is added for a quantised model, whose layers are evaluated one by one.
+_BY_LAYERS, _BY_LAYERS_RUNS = 8.0, 80
 # One comparison of models in one process: the fewest and the most runs, and the runs that an interval needs.
 _COMPARE_RUNS_AT_LEAST, _COMPARE_RUNS = 8, 60
 _INTERVAL_RUNS = 40
@@ -49,6 +51,7 @@ class Budget:
     compiled: bool = False  # the processes of the last comparison load TVM
     compiling: float = 0.0  # seconds to choose and compile kernels
     reserved: float = 0.0  # the part of `compiling` that is still needed
+    quantised: bool = False  # the model has quantised tensors
 
     @property
     def until(self) -> float:
@@ -60,7 +63,8 @@ class Budget:
         """The moment at which everything should be over. A fast model does not need all of a long limit."""
         if not self.latency or self.hurried:
             return self.until
-        enough = (_ENOUGH + _ENOUGH_RUNS * self.latency) * max(1.0, self.limit / DEFAULT_LIMIT)
+        enough = _ENOUGH + self._by_layers + _ENOUGH_RUNS * self.latency
+        enough *= max(1.0, self.limit / DEFAULT_LIMIT)
         return self.begin + min(self.limit, enough + self.compiling)
 
     def part(self, share: float) -> float:
@@ -96,7 +100,11 @@ class Budget:
         """Seconds that verification takes."""
         if not self.verifying:
             return 0.0
-        return _VERIFYING + 2 * self.loading + _VERIFYING_RUNS * self.latency
+        return _VERIFYING + 2 * self.loading + _VERIFYING_RUNS * self.latency + self._by_layers
+
+    @property
+    def _by_layers(self) -> float:
+        return _BY_LAYERS + _BY_LAYERS_RUNS * self.latency if self.verifying and self.quantised else 0.0
 
     @property
     def comparison(self) -> float:
