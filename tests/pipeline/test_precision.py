@@ -446,7 +446,7 @@ def test_a_library_that_fails_is_named_in_one_line(folder: Path, monkeypatch: py
 
 
 def test_weights_in_float16_have_half_the_size() -> None:
-    proto = network("a = com.microsoft.Gelu(x) b = MatMul(a, w) y = MatMul(b, v)")
+    proto = network("a = com.microsoft.Gelu(x) b = MatMul(a, w) c = Relu(b) y = MatMul(c, v)")
     result = asked(proto, "float16", SETS[0])
     written = result.model
     weights = [t for t in written.graph.initializer if len(t.dims) == 2]
