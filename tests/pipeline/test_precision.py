@@ -446,7 +446,9 @@ def test_a_library_that_fails_is_named_in_one_line(folder: Path, monkeypatch: py
 
 
 def test_weights_in_float16_have_half_the_size() -> None:
-    proto = network("a = com.microsoft.Gelu(x) b = MatMul(a, w) c = Relu(b) y = MatMul(c, v)")
+    wide = np.random.default_rng(3).standard_normal((N, 1 << 13)).astype(np.float32) / 8
+    body = "a = com.microsoft.Gelu(x) b = MatMul(a, w) c = Relu(b) y = MatMul(c, v)"
+    proto = network(body, w=wide, v=np.ascontiguousarray(wide.T))
     result = asked(proto, "float16", SETS[0])
     written = result.model
     weights = [t for t in written.graph.initializer if len(t.dims) == 2]
