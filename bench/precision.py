@@ -288,7 +288,7 @@ def table(rows: Sequence[Row]) -> str:
         "|---" * (7 + len(RIVALS)) + "|",
     ]
     for r in rows:
-        theirs = [cell(r["ratios"].get(rival)) for rival in RIVALS]
+        others = [latency.theirs(r, rival, r["ratios"]) for rival in RIVALS]
         name = f"{r['file']}{'*' if r['ratios']['disturbed'] else ''}{' (held out)' if r['held_out'] else ''}"
         off = r["exact"]["original"].get("error")
         original = [
@@ -297,7 +297,7 @@ def table(rows: Sequence[Row]) -> str:
             "-" if off is None else f"{off:.0e}",
         ]
         control = cell(r["ratios"]["control"])
-        lines.append(f"| {' | '.join([name, *original, control, *theirs, *(ours(r, v) for v in OURS)])} |")
+        lines.append(f"| {' | '.join([name, *original, control, *others, *(ours(r, v) for v in OURS)])} |")
     return f"{said(rows)}.\n\n" + "\n".join(lines)
 
 
