@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rewrite_rules.axes import front, same_dims
+from rewrite_rules.axes import same_dims
 from rewrite_rules.elementwise import given
 from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, Attrs, DType, Node, Value
@@ -290,6 +290,10 @@ class LookUpQuantisedRows(Rule, family="precision"):
     near_misses = graphs(
         "(int64[2] i) => (float[2,2] y) <int8[4,2] w = {1,2,3,4,5,6,7,8}, float[2,2] s = {0.5,2,4,3}> "
         "{ t = DequantizeLinear<axis=0, block_size=2>(w, s) y = Gather(t, i) }",
+        "(int64[2] i) => (float[2,2] y) <int8[4,2] w = {1,2,3,4,5,6,7,8}, float[3,2] s = {0.5,2,4,3,1,7}> "
+        "{ t = DequantizeLinear<axis=1, block_size=1>(w, s) y = Gather(t, i) }",
+        "(int64[2] i) => (float[2,2] y) <int8[4,2] w = {1,2,3,4,5,6,7,8}, float[4,2] s = {0.5,2,4,3,1,7,2,1}> "
+        "{ t = DequantizeLinear(w, s) y = Gather(t, i) }",
         "(int64[2] i) => (float16[2,2] y) <int8[4,2] w = {1,2,3,4,5,6,7,8}, float s = {0.5}> "
         "{ t = DequantizeLinear<output_dtype=10>(w, s) y = Gather(t, i) }",
     )
@@ -303,9 +307,11 @@ class LookUpQuantisedRows(Rule, family="precision"):
         profitable(
             w.dtype not in _NARROW or (w.const and (z is None or z.const)), "no constant is made bytes"
         )
-        if s.rank > 0:
-            front(_number(m.c, "axis", 1), w.rank)
-        require(not (self._by_row(m, w, s) and s.rank > 1), "a block has several rows")
+        in_range = s.rank == 0 or -w.rank <= _number(m.c, "axis", 1) < w.rank
+        profitable(in_range, "an axis is out of range")
+        block = _number(m.c, "block_size", 0)
+        require(s.rank == w.rank if block else s.rank < 2, "the scales are neither of an axis nor of blocks")
+        require(not (self._by_row(m, w, s) and (block or s.rank > 1)), "a block has several rows")
         require(z is None or same_dims(z.shape, s.shape), "there are not as many zero points as scales")
         for parameter in (s, z):
             fits = parameter is None or parameter.rank < 2 or same_dims(parameter.shape[:1], w.shape[:1])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
 
@@ -457,6 +458,8 @@ class DequantiseWeightsOnce(RegionRule, family="precision"):
         "{ v = DequantizeLinear<axis=0>(w, s) y = Gemm<transB=1, alpha=0.5>(x, v, b) u = Mul(y, s) }",
     )
     near_misses = graphs(
+        "(float[N,4] x, float[1] c) => (y, r) <int8[4] w = {1,2,3,4}, float[2] s = {0.1,0.2}> "
+        "{ v = DequantizeLinear<axis=0, block_size=2>(w, s) y = MatMul(x, v) r = Mul(s, c) }",
         "(float[N,3] x) => (y) <int8[3,2] w = {1,-2,3,-4,5,-6}, float s = {0.1}, int8 z = {3}> "
         "{ v = DequantizeLinear(w, s, z) y = MatMul(x, v) }",
         "(uint8[N,3] q) => (y, r) <int8[3,2] w = {1,-2,3,-4,5,-6}, float s = {0.1}, int8 z = {3}> "
@@ -467,7 +470,7 @@ class DequantiseWeightsOnce(RegionRule, family="precision"):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         weights = reader.producer(node.inputs[1])
-        if weights is None or weights.op != "DequantizeLinear" or weights.types[0].dtype != DType.FLOAT:
+        if not _dequantises(weights) or weights.types[0].dtype != DType.FLOAT:
             return None
         quantised = given(weights.inputs)
         if reader.type(quantised[1]).dtype != DType.FLOAT:
@@ -476,7 +479,7 @@ class DequantiseWeightsOnce(RegionRule, family="precision"):
         if len(shapes) > 1 or len(shapes.pop() or ()) > 1 or not all(map(reader.is_const, quantised)):
             return None
         if node.op in _PACKED:
-            profitable("DequantizeLinear" not in _above(reader, node), "the product is one of bytes")
+            profitable("DequantizeLinear" not in above(reader, node), "the product is one of bytes")
             profitable(any(reader.count_users(v) > 1 for v in quantised), "the weights are packed")
         elif _is_fused(reader, node):
             return None
@@ -503,22 +506,30 @@ def _is_fused(reader: Reader, node: Node) -> bool:
     """Whether ONNX Runtime makes an operator of bytes of a convolution, which stands between bytes, perhaps with some
     operators in between. It would quantise weights of floats once more, to other numbers.
     """
-    below = _reached(lambda n: [u for v in n.outputs for u in reader.users(v)], node)
-    return "DequantizeLinear" in _above(reader, node) and "QuantizeLinear" in below
+    return "DequantizeLinear" in above(reader, node) and "QuantizeLinear" in below(reader, node)
 
 
-def _above(reader: Reader, node: Node) -> set[str]:
-    return _reached(lambda n: [p for v in n.inputs[:1] if v != ABSENT and (p := reader.producer(v))], node)
+def above(reader: Reader, node: Node, through: Set[str] = _THROUGH) -> set[str]:
+    """The operators before a node's first input, and those before operators in `through`, by their first input."""
+
+    def before(n: Node) -> list[Node]:
+        return [p for v in n.inputs[:1] if v != ABSENT and (p := reader.producer(v))]
+
+    return _reached(before, node, through)
 
 
-def _reached(following: Callable[[Node], list[Node]], node: Node) -> set[str]:
-    """The operators that follow a node, and those through which quantisations are moved."""
+def below(reader: Reader, node: Node, through: Set[str] = _THROUGH) -> set[str]:
+    """The operators that read a node's outputs, and those that read outputs of operators in `through`."""
+    return _reached(lambda n: [u for v in n.outputs for u in reader.users(v)], node, through)
+
+
+def _reached(following: Callable[[Node], list[Node]], node: Node, through: Set[str]) -> set[str]:
     seen, pending = dict[Value, Node](), following(node)
     while pending:
         other = pending.pop()
         if other.id not in seen:
             seen[other.id] = other
-            if other.op in _THROUGH:
+            if other.op in through:
                 pending += following(other)
     return {n.op for n in seen.values()}
 
@@ -608,6 +619,10 @@ class ClipBytes(_Rectified):
             require(highest >= (127 if x.dtype == DType.INT8 else 255), "the range of bytes goes on")
 
 
+# The kernel of GlobalAveragePool takes a scale by which a sum is multiplied between 2^-32 and 2^8.
+_FACTORS = (1e-8, 250.0)
+
+
 class PoolBytes(Rule, family="precision"):
     """quantise(mean(dequantise(x), spatial axes)) -> quantise(globalaveragepool(dequantise(x))).
 
@@ -621,7 +636,7 @@ class PoolBytes(Rule, family="precision"):
     examples = graphs(
         "(uint8[N,2,3,4] x) => (y) <float t = {0.1}, uint8 u = {100}, float s = {0.2}, uint8 z = {7}> "
         "{ d = DequantizeLinear(x, t, u) m = ReduceMean(d, [2,3]) y = QuantizeLinear(m, s, z) }",
-        "(int8[2,C,3,H] x) => (y) <float t = {0.1}, int8 u = {-3}, float s = {0.3}, int8 z = {-100}> "
+        "(int8[N,2,3,5] x) => (y) <float t = {0.1}, int8 u = {-3}, float s = {0.3}, int8 z = {-100}> "
         "{ d = DequantizeLinear(x, t, u) m = ReduceMean(d, [-1,-2]) y = QuantizeLinear(m, s, z) }",
         "(uint8[1,2,2,2] x) => (y) <float t = {0.1}> "
         "{ d = DequantizeLinear(x, t) m = ReduceMean(d, [2,3]) y = QuantizeLinear(m, t) }",
@@ -629,6 +644,12 @@ class PoolBytes(Rule, family="precision"):
     near_misses = graphs(
         "(uint8[1,2,2,2] x) => (y) <float t = {0.1}> "
         "{ d = DequantizeLinear(x, t) m = ReduceMean(d, [1,2]) y = QuantizeLinear(m, t) }",
+        "(uint8[1,2,2,W] x) => (y) <float t = {0.1}> "
+        "{ d = DequantizeLinear(x, t) m = ReduceMean(d, [2,3]) y = QuantizeLinear(m, t) }",
+        "(uint8[1,2,4,1] x) => (y) <float t = {1030}, float s = {1}> "
+        "{ d = DequantizeLinear(x, t) m = ReduceMean(d, [2,3]) y = QuantizeLinear(m, s) }",
+        "(int8[2,0,2,2] x) => (y) <float t = {0.1}, int8 u = {3}> "
+        "{ d = DequantizeLinear(x, t, u) m = ReduceMean(d, [2,3]) y = QuantizeLinear(m, t, u) }",
     )
 
     def source(self, op: Op, x: Any, t: Any, u: Any, a: Any, s: Any, z: Any) -> Any:
@@ -637,6 +658,10 @@ class PoolBytes(Rule, family="precision"):
     def where(self, x: Val, t: Val, s: Val, z: Val | None, a: Val) -> None:
         _check_bytes(x, t, s, z)
         require(sorted(i % 4 for i in a.ints) == [2, 3], "other axes are averaged")
+        sizes = [n if isinstance(n, int) else 0 for n in x.shape[1:]]
+        accurate(min(sizes) > 0, "an image may be empty")
+        factor = t.scalar / s.scalar / math.prod(sizes[1:])
+        accurate(_FACTORS[0] < factor < _FACTORS[1], "ONNX Runtime's kernel does not take such scales")
 
     def target(self, op: Op, x: Val, t: Val, u: Val | None, s: Val, z: Val | None) -> Any:
         return op.QuantizeLinear(op.GlobalAveragePool(op.DequantizeLinear(x, t, u)), s, z)

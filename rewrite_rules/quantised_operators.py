@@ -14,12 +14,14 @@ import numpy.typing as npt
 
 from rewrite_rules.elementwise import given
 from rewrite_rules.examples import graphs
+from rewrite_rules.quantised import above, below
 from xrlflow.ir import ABSENT, Attrs, DType, Node, Value
+from xrlflow.ops.continuity import MOVING
 from xrlflow.ops.contrib import CONTRIB
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, accurate, profitable, require
 
-# Scales between these numbers stay ordinary numbers if two of them, and bytes, are multiplied.
-_SMALL, _LARGE = 1e-18, 1e18
+# Sums of products of bytes with two scales between these numbers stay ordinary numbers.
+_SMALL, _LARGE = 1e-10, 1e10
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,18 @@ class SeparateQuantisation(RegionRule, family="precision"):
         "int8 u = {-9}, int32[2] b = {5,-7}> { y = com.microsoft.QGemm<alpha=0.5>(x, s, z, w, t, u, b, t, u) }",
         "agraph (int8[N,3] x) => (y) <int8[3,2] w = {3,-2,1,9,7,8}, float s = {0.1}, int8 z = {3}, float t = {0.7}, "
         "int8 u = {-9}> { y = com.microsoft.QGemm(x, s, z, w, t, u) }",
+        "agraph (int8[2,4] x) => (y) <float s = {0.1}, int8 z = {3}, int8[4,2] w = {1,2,3,4,5,6,7,8}, "
+        "float[1,2] r = {0.1,0.3}, int8[1,2] v = {1,2}> { y = QLinearMatMul(x, s, z, w, r, v, s, z) }",
+        "agraph (int8[2,0,2,2] x) => (y) <float s = {0.1}, int8 z = {3}> "
+        "{ y = com.microsoft.QLinearGlobalAveragePool(x, s, z, s, z) }",
+        "agraph (int8[2,3] x) => (y) <float s = {0.1}, int8 z = {3}, uint8 u = {3}> "
+        "{ y = com.microsoft.QLinearSigmoid(x, s, u, s, z) }",
+        "agraph (float[N,3] x) => (y) <float r = {100}, float s = {0.1}, int8 z = {3}> "
+        "{ q = QuantizeLinear(x, r, z) d = DequantizeLinear(q, r, z) p = QuantizeLinear(d, s, z) "
+        "y = com.microsoft.QLinearAdd(p, s, z, p, s, z, s, z) }",
+        "agraph (int8[N,3] x) => (y) <float r = {100}, float s = {0.1}, int8 z = {3}> "
+        "{ q = com.microsoft.QLinearAdd(x, s, z, x, s, z, r, z) d = DequantizeLinear(q, r, z) "
+        "y = QuantizeLinear(d, s, z) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -108,12 +122,23 @@ class SeparateQuantisation(RegionRule, family="precision"):
         for scale in (inputs[at + 1] for at in places):
             _check_scale(reader.val(scale).whole_array)
         for at in places:
-            single = _is_single(reader, inputs[at + 1])
+            scale, zero = (reader.val(v).sizes if v != ABSENT else None for v in inputs[at + 1 : at + 3])
+            single = scale in _SINGLE
             require(
-                inputs[at + 2] == ABSENT or _is_single(reader, inputs[at + 2]) == single,
+                zero is None or (zero in _SINGLE) == single,
                 "there are more zero points than scales, or fewer",
             )
-            require(single or (parts.op in _AXES and at == 3), "the scales are not those of channels")
+            by_channel = parts.op in _AXES and at == 3 and scale is not None and len(scale) == 1
+            by_channel = by_channel and (parts.op == "Conv" or reader.val(inputs[at]).rank == 2)
+            require(single or by_channel, "the scales are not those of channels")
+            kind = reader.type(inputs[at if at in parts.operands else at + 2]).dtype
+            typed = inputs[at + 2] == ABSENT or reader.type(inputs[at + 2]).dtype == kind
+            require(typed and kind in (DType.INT8, DType.UINT8), "a zero point has another type")
+        if parts.op == "GlobalAveragePool":
+            channels = reader.val(inputs[0]).shape[1:]
+            accurate(all(isinstance(n, int) and n > 0 for n in channels), "an image may be empty")
+        paired = any(_is_quantised_again(reader, inputs[at]) for at in parts.operands)
+        accurate(not paired and not _quantises_again(reader, node.outputs[0]), _PAIRS)
         if parts.bias is not None and inputs[parts.bias] != ABSENT:
             weights, axis = reader.val(inputs[parts.operands[1]]), _axis(node)
             require(
@@ -160,13 +185,30 @@ def _axis(node: Node) -> int:
     return 1 - _AXES["Gemm"] if node.attrs.get("transB") else _AXES.get(_Quantised.of(node).op, 1)
 
 
-def _is_single(reader: Reader, value: Value) -> bool:
-    return reader.val(value).sizes in ((), (1,))
+# The sizes of a scale of a whole tensor.
+_SINGLE = ((), (1,))
 
 
 def _scalar(op: Op, parameter: Val) -> Any:
     """A scale or zero point; a list of one as a number."""
     return op.Reshape(parameter, []) if parameter.sizes == (1,) else parameter
+
+
+_PAIRS = "ONNX Runtime would leave out one of two quantisations in a row"
+
+
+def _is_quantised_again(reader: Reader, quantised: Value) -> bool:
+    """Whether bytes are quantised from numbers that were dequantised, perhaps moved."""
+    node = reader.producer(quantised)
+    return (
+        node is not None and node.op == "QuantizeLinear" and "DequantizeLinear" in above(reader, node, MOVING)
+    )
+
+
+def _quantises_again(reader: Reader, quantised: Value) -> bool:
+    """Whether bytes are dequantised, perhaps moved, and quantised again."""
+    readers = (n for n in reader.users(quantised) if n.op == "DequantizeLinear")
+    return any("QuantizeLinear" in below(reader, n, MOVING) for n in readers)
 
 
 # Operators that take bytes of their first input, and give some of them.
@@ -206,6 +248,8 @@ class SeparateTakenBytes(RegionRule, family="precision"):
         "y = Gather<axis=1>(q, [1,0,5]) p = Slice(q, [1], [3], [1]) }",
     )
     near_misses = graphs(
+        "(float[N,6] x) => (y) <float r = {100}, float s = {1}, int8 z = {0}> { q = QuantizeLinear(x, r, z) "
+        "d = DequantizeLinear(q, r, z) p = QuantizeLinear(d, s, z) y = Transpose(p) }",
         "(float[N,6] x) => (y) <float s = {0.1}, uint8 z = {3}> { q = QuantizeLinear(x, s, z) y = Transpose(q) }",
         "(float[N,6] x) => (y) <float[6] s = {0.1,0.2,0.3,0.4,0.5,0.6}, int8[6] z = {3,1,2,4,5,6}> "
         "{ q = QuantizeLinear(x, s, z) y = Reshape(q, [-1,2,3]) }",
@@ -224,6 +268,8 @@ class SeparateTakenBytes(RegionRule, family="precision"):
         scale = reader.val(parameters[0])
         require(scale.scalar > 0, "the scale is not positive")  # else the greatest byte is the least number
         _check_scale(scale.whole_array)
+        accurate(not _is_quantised_again(reader, node.inputs[0]), _PAIRS)
+        accurate(not _quantises_again(reader, node.outputs[0]), _PAIRS)
         inputs = dict.fromkeys((*given(node.inputs), *parameters))
         return Region(node.outputs, tuple(inputs), (node,), (node, parameters))
 

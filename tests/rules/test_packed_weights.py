@@ -266,6 +266,14 @@ def test_a_block_of_several_rows_stays() -> None:
     refuses(LookUpQuantisedRows(), table(np.int8, (4, 6), False, 0, 2), "several rows")
 
 
+def test_blocks_of_a_list_stay() -> None:
+    text = (
+        "agraph (int64[5] i) => (y) <int8[4] w = {1,2,3,4}, float[2] s = {0.1,0.2}> "
+        "{ t = DequantizeLinear<axis=0, block_size=2>(w, s) y = Gather(t, i) }"
+    )
+    refuses(LookUpQuantisedRows(), model(text), "several rows")
+
+
 def test_a_table_that_others_read_stays() -> None:
     proto = table(np.int8, (6,), False, 1)
     proto.graph.output.append(onnx.helper.make_empty_tensor_value_info("t"))

@@ -41,7 +41,7 @@ _LIKE: Mapping[str, _Like] = {
     "FastGelu": _Like("Identity", (0,), (0,)),
     "Gelu": _Like("Identity", (0,), (0,)),
     "MatMulIntegerToFloat": _Like("MatMul", (0, 1), (2,)),
-    "QGemm": _Like("Gemm", (0, 3), (8, 0)),
+    "QGemm": _Like("Gemm", (0, 3), (8, 1)),  # without a zero point, the result is of floats
     "QLinearAdd": _Like("Add", (0, 3), (7, 0)),
     "QLinearConv": _Like("Conv", (0, 3), (7, 0)),
     "QLinearMul": _Like("Mul", (0, 3), (7, 0)),
@@ -69,10 +69,8 @@ def standard(op: str, attrs: Attrs, types: Sequence[TensorType | None]) -> Stand
     like = _like_concat(len(types)) if name == "QLinearConcat" else _LIKE.get(name)
     if like is None or len(types) <= max(like.operands, default=0):
         return None
-    typed_by, definition = like.typed_by, schema(like.op)
-    if name == "QGemm" and (len(types) < 8 or types[7] is None):  # without a scale, the result is of floats
-        typed_by = (1,)
-    given = [type for i in typed_by if i < len(types) and (type := types[i]) is not None]
+    definition = schema(like.op)
+    given = [type for i in like.typed_by if i < len(types) and (type := types[i]) is not None]
     operands = [types[i] for i in like.operands]
     if definition is None or not given or any(t is None or t.dtype == DType.UNDEFINED for t in operands):
         return None

@@ -145,15 +145,16 @@ def _product(field: Field, attrs: Attrs, *operands: Any) -> Array:
 
 def _gemm(field: Field, attrs: Attrs, *inputs: Array) -> Unrounded:
     *operands, scale, zero = _padded(inputs, 9)
-    assert scale is not None
-    return _Output(field, scale, zero, inputs[0]).of(_product(field, attrs, *operands))
+    unit = np.ones((), np.float32) if scale is None else scale
+    return _Output(field, unit, zero, inputs[0]).of(_product(field, attrs, *operands))
 
 
 def _any_gemm(field: Field, attrs: Attrs, *inputs: Array) -> Array:
-    """Without a scale of the output, the output is in floats."""
-    operands = _padded(inputs, 9)
-    if operands[7] is None:
-        return _product(field, attrs, *operands[:7])
+    """Without a zero point of the output, the output is in floats, in units of the scale if there is one."""
+    *operands, scale, zero = _padded(inputs, 9)
+    if zero is None:
+        value = _product(field, attrs, *operands)
+        return value if scale is None else field.div(value, element(field, scale))
     return _gemm(field, attrs, *inputs).rounded(field)
 
 

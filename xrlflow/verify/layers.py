@@ -134,9 +134,9 @@ def _bodies(node: Node) -> list[Graph]:
 
 
 def _rounds(node: Node) -> bool:
-    # Without a scale for its output, QGemm gives floats.
+    # Without a zero point for its output, QGemm gives floats.
     return node.op == DYNAMIC or (
-        node.op in ROUNDINGS and (not node.op.endswith("QGemm") or len(node.inputs) > 7)
+        node.op in ROUNDINGS and (not node.op.endswith("QGemm") or ABSENT not in (*node.inputs, ABSENT)[8:9])
     )
 
 
