@@ -314,8 +314,8 @@ class LookUpQuantisedRows(Rule, family="precision"):
         require(not (self._by_row(m, w, s) and (block or s.rank > 1)), "a block has several rows")
         require(z is None or same_dims(z.shape, s.shape), "there are not as many zero points as scales")
         for parameter in (s, z):
-            fits = parameter is None or parameter.rank < 2 or same_dims(parameter.shape[:1], w.shape[:1])
-            require(fits, "there are not as many scales as rows")
+            if parameter is not None and (parameter.rank > 1 or self._by_row(m, w, s)):
+                require(same_dims(parameter.shape[:1], w.shape[:1]), "there are not as many scales as rows")
         profitable(s.rank < 2 or w.rank + i.rank > 2, "it is one row, of blocks")
 
     @staticmethod

@@ -122,13 +122,14 @@ class SeparateQuantisation(RegionRule, family="precision"):
         for scale in (inputs[at + 1] for at in places):
             _check_scale(reader.val(scale).whole_array)
         for at in places:
-            scale, zero = (reader.val(v).sizes if v != ABSENT else None for v in inputs[at + 1 : at + 3])
-            single = scale in _SINGLE
+            counts = reader.val(inputs[at + 1]).sizes
+            zero = None if inputs[at + 2] == ABSENT else reader.val(inputs[at + 2]).sizes
+            single = counts in _SINGLE
             require(
                 zero is None or (zero in _SINGLE) == single,
                 "there are more zero points than scales, or fewer",
             )
-            by_channel = parts.op in _AXES and at == 3 and scale is not None and len(scale) == 1
+            by_channel = parts.op in _AXES and at == 3 and len(counts) == 1
             by_channel = by_channel and (parts.op == "Conv" or reader.val(inputs[at]).rank == 2)
             require(single or by_channel, "the scales are not those of channels")
             kind = reader.type(inputs[at if at in parts.operands else at + 2]).dtype

@@ -24,6 +24,8 @@ CASES = [
     (_ROWS, "bool[4,1,1] c = {0,1,1,0}", "QLinearWhere(c, x, s, z, x, s, z, s, z)"),
     (_ROWS, "int8[2,3] w = {1,2,3,4,5,6}", "QGemm<transB=1>(x, s, z, w, s, t, , s, z)"),
     (_ROWS, "int8[3,2] w = {1,2,3,4,5,6}", "QGemm(x, s, z, w, s, t)"),
+    (_ROWS, "int8[3,2] w = {1,2,3,4,5,6}", "QGemm(x, s, z, w, s, t, , s)"),
+    (_ROWS, "int8[3,2] w = {1,2,3,4,5,6}", "QGemm(x, s, z, w, s, t, , , z)"),
     (_ROWS, "int8[3,2] w = {1,2,3,4,5,6}", "MatMulIntegerToFloat(x, w, s, s, z, t)"),
     (_FLOATS, "int8[3,2] w = {1,2,3,4,5,6}", "DynamicQuantizeMatMul(f, w, s)"),
     (_FLOATS, "", "Gelu(f)"),

@@ -372,6 +372,9 @@ def test_a_quantised_linear_layer() -> None:
     check(MS + "QGemm", [*a, *b, bias, np.array(0.05, np.float32), np.array(99, np.uint8)], transB=1)
     columns = [b[0], np.linspace(0.01, 0.02, 5, dtype=np.float32), np.zeros(5, np.int8)]
     check(MS + "QGemm", [*a, *columns, bias], transB=1)
+    # The zero point decides on the type of the result, and the scale is 1 if it is left out.
+    check(MS + "QGemm", [*a, *columns, bias, np.array(0.05, np.float32)], transB=1)
+    check(MS + "QGemm", [*a, *columns, bias, None, np.array(99, np.uint8)], transB=1)
 
 
 def test_softmax_of_quantised_numbers() -> None:

@@ -78,6 +78,14 @@ def test_the_result_has_the_level_and_the_report_its_error() -> None:
     assert 1e-4 < error < 3e-2
 
 
+def test_a_level_is_measured_without_another_change() -> None:
+    """The graph at the level is the one that the search begins with: it is a proposal nevertheless."""
+    result = xrlflow.optimize(
+        chain(), int4_accuracy=4, backend="onnxruntime", search="greedy", time_limit=10, portable=True
+    )
+    assert [trial.against for trial in result.report.trials][:1] == ["the original"]
+
+
 def test_by_default_the_level_stays() -> None:
     result = xrlflow.optimize(chain(4), backend="onnxruntime", search="greedy", time_limit=20, measure=False)
     assert levels(result.model) == {4}

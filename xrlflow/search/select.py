@@ -245,7 +245,7 @@ def select(
     interrupted = False
     try:
         selector.sweep_unpriced()
-        if proposals and proposals[0].state.fingerprint not in selector.visited:
+        if proposals and selector.is_new(proposals[0]):
             selector.improve(proposals[0])
         selector.improve_original()
         selector.try_others(proposals[1:])
@@ -278,6 +278,10 @@ class _Selector:
 
     def __post_init__(self) -> None:
         self.visited = {self.base.state.fingerprint}
+
+    def is_new(self, proposal: SearchNode) -> bool:
+        """Whether a proposal was not measured yet. The original as imported is one if it differs from its file."""
+        return proposal.path is None or proposal.state.fingerprint not in self.visited
 
     @property
     def _late(self) -> bool:
@@ -348,7 +352,7 @@ class _Selector:
 
     def try_others(self, proposals: Sequence[SearchNode]) -> None:
         for index, node in enumerate(proposals):
-            if node.state.fingerprint not in self.visited:
+            if self.is_new(node):
                 self._challenge(node, f"proposal {index + 2}")
 
     def choose_likeliest(self, proposals: Sequence[SearchNode]) -> None:
