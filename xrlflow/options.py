@@ -50,6 +50,8 @@ AUTO = ("profiled", "learned", "roofline")
 KEEP, FLOAT32, FLOAT16, INT8 = "keep", "float32", "float16", "int8"
 PRECISIONS = (KEEP, FLOAT32, FLOAT16, INT8)
 """`keep`: no number is changed on purpose."""
+BY_CHANNEL = 13
+"""The opset from which DequantizeLinear takes scales by channel, which precision "int8" needs."""
 PRECISION_ERROR = 0.03
 """The default bound of a changed precision: the RMS error of an output over its RMS. 0.03 is 30 decibels."""
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
@@ -173,7 +175,9 @@ class Common:
     measure: bool = option(True, "Measure the result against the original.", bool)
     verify: bool = option(True, "Compare the result with the original on random inputs.", bool)
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = option(
-        None, "Your own inputs for verification and measurement (.npz).", Path | None
+        None,
+        "Your own inputs for verification and measurement (.npz; --precision: or a folder).",
+        Path | None,
     )
 
     def __post_init__(self) -> None:
@@ -215,13 +219,13 @@ class Options(Common):
     )
     precision: str = option(
         KEEP,
-        "float32, float16, or int8 (layers in 8 bits; --inputs: a folder of .npz files); keep: as the model has it.",
+        "float32, float16, or int8 (layers in 8 bits; needs --inputs: a folder of .npz files); keep: no change.",
         str,
         values=PRECISIONS,
     )
     precision_error: float = option(
         PRECISION_ERROR,
-        "What --precision may cost: the RMS error of each output over its RMS.",
+        "What --precision may cost on the sets of inputs: the RMS of each output's error, over the output's RMS.",
         float,
         name="--precision-error",
     )
@@ -399,6 +403,10 @@ class Options(Common):
             self._check_backend(("auto", "onnxruntime", "hybrid"), {"precision": self.precision})
             if self.replay is not None:
                 raise OptionError("precision has no meaning with replay, whose substitutions are of one file")
+            if self.precision == INT8 and self.opset is not None and self.opset < BY_CHANNEL:
+                raise OptionError(
+                    f"precision 'int8' needs opset {BY_CHANNEL} or later, for scales of channels: not {self.opset}"
+                )
             if self.precision == INT8 and self.inputs is None:
                 raise OptionError(
                     "precision 'int8' is calibrated with your own inputs: give some with --inputs data.npz"

@@ -445,6 +445,42 @@ def test_a_library_that_fails_is_named_in_one_line(folder: Path, monkeypatch: py
 # ---------------------------------------------------------------- float16 and float32
 
 
+def test_a_file_that_grows_too_much_is_no_result(folder: Path) -> None:
+    """Each layer gets its own copy of weights that layers share."""
+    wide = np.random.default_rng(3).standard_normal((N, 1 << 12)).astype(np.float32) / 64
+    steps = [f"b{i} = MatMul(a{i}, w) a{i + 1} = MatMul(b{i}, v)" for i in range(6)]
+    proto = network(f"a0 = Relu(x) {' '.join(steps)} y = Relu(a6)", w=wide, v=np.ascontiguousarray(wide.T))
+    small = asked(proto, "int8", folder, max_growth=1.0, precision_error=0.5)
+    assert small.returned_original
+    assert re.fullmatch(r"the file would be 1\.\d+ times as large \(.*--max-growth 1\.\d\)", small.report.reason)
+    large = asked(proto, "int8", folder, max_growth=2.0, precision_error=0.5)
+    assert not large.returned_original
+
+
+def test_a_small_file_that_grows_is_not_called_smaller() -> None:
+    result = asked(network(), "float16", SETS[0], measure=True, time_limit=6)
+    smaller = len(result.model.SerializeToString()) < len(network().SerializeToString())
+    assert ("the file is smaller" in result.report.reason) == (smaller and not result.returned_original)
+
+
+def test_scales_of_channels_need_an_opset() -> None:
+    with pytest.raises(OptionError, match="precision 'int8' needs opset 13 or later"):
+        Options(precision="int8", opset=12, inputs={})
+
+
+def test_a_converted_model_has_no_trace(tmp_path: Path) -> None:
+    result = asked(network(), "float16", SETS[0])
+    with pytest.raises(OptionError, match="a trace has substitutions of the file"):
+        result.save_trace(tmp_path / "trace.json")
+
+
+def test_random_sets_are_called_so() -> None:
+    record = asked(network(), "float16").report.precision
+    assert record is not None
+    assert record.random
+    assert "random sets of inputs" in str(record)
+
+
 def test_weights_in_float16_have_half_the_size() -> None:
     wide = np.random.default_rng(3).standard_normal((N, 1 << 13)).astype(np.float32) / 8
     body = "a = com.microsoft.Gelu(x) b = MatMul(a, w) c = Relu(b) y = MatMul(c, v)"

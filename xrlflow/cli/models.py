@@ -14,7 +14,7 @@ from xrlflow.cli.completion import completing_last
 from xrlflow.cli.failures import ExitCode, clear_errors, fail
 from xrlflow.cli.output import print_json
 from xrlflow.cli.pipes import PIPE, Output, check_files, check_streams, one_file, source
-from xrlflow.options import COMPARED, SEARCHES, SHAPES, Options, flags
+from xrlflow.options import COMPARED, KEEP, SEARCHES, SHAPES, Options, flags
 
 
 @taking(Options)
@@ -40,6 +40,8 @@ def optimize(
         options = with_shapes(options, several=True)
         asked = Options(**options)
         check_files("standard output is for models", trace, report)
+        if trace is not None and asked.precision != KEEP:
+            fail("--trace has no meaning with --precision, which changes the file before the substitutions")
         _check_extra_files(model, output, trace=trace, report=report)
         if output == PIPE:
             one_file(model, compiled=asked.compiling, hybrid=asked.backend == "hybrid")

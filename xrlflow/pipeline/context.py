@@ -27,6 +27,11 @@ from xrlflow.tuning.store import Store
 _SPARE = 1 << 16
 
 
+def largest_result(options: Options, size: int) -> float:
+    """The most bytes of a result for an original of so many bytes."""
+    return max(options.max_growth * size, size + _SPARE)
+
+
 @dataclass(slots=True)
 class Clock:
     """The time of one optimisation. Points in time are those of time.monotonic; durations are in seconds."""
@@ -158,6 +163,4 @@ class Context:
 
     def fits(self, node: SearchNode) -> bool:
         """Whether the file of this graph is small enough for a result."""
-        size = self.imported.size
-        limit = max(self.options.max_growth * size, size + _SPARE)
-        return self.artifact(node.state.graph).size <= limit
+        return self.artifact(node.state.graph).size <= largest_result(self.options, self.imported.size)

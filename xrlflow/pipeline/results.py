@@ -20,7 +20,7 @@ from xrlflow.backends.tvm.library.hybrid import Hybrid
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, Source, save, save_original, to_proto
 from xrlflow.onnxio.versions import opset_of
-from xrlflow.options import VNNI
+from xrlflow.options import VNNI, OptionError
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
@@ -109,8 +109,11 @@ class Result:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the substitutions as JSON, for `replay` and `xrlflow report`. The file includes the times of operators
-        if `page` or `report_html` was called before. Raises ModelError if the file cannot be written.
+        if `page` or `report_html` was called before. Raises ModelError if the file cannot be written, and OptionError
+        if the precision was changed: the substitutions are not those of the original.
         """
+        if self.report.precision is not None:
+            raise OptionError("precision: a trace has substitutions of the file, which is converted before")
         timed = self.__dict__.get("page")
         page = timed if timed is not None else result_page([self], profiled=False).to_json()
         before = [len(part.steps) for part in self.evidence.before] if self.trace else []

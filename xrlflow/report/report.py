@@ -34,16 +34,18 @@ class Precision:
     calibrating: int = 0  # sets of inputs from which ranges were taken
     checking: int = 0  # sets on which the errors were measured
     held_out: bool = False  # whether these had no part in calibrating
+    random: bool = False  # whether they were drawn at random
 
     def __str__(self) -> str:
         what = "layers" if self.asked == "int8" else "weights"
         text = f"precision {self.asked}: {len(self.converted)} of {self.candidates} {what} converted"
         if self.error is None or self.largest_error is None:
             return f"{text}, the bound of the error is {self.bound:g}"
-        sets = f"{self.checking} {'held-out ' * self.held_out}set{'s' * (self.checking != 1)}"
+        kind = "held-out " if self.held_out else "random " if self.random else ""
+        sets = f"{self.checking} {kind}set{'s' * (self.checking != 1)}"
         return (
-            f"{text}; RMS error over RMS of the worst output {self.error:.2g} (bound {self.bound:g}), largest error "
-            f"over largest magnitude {self.largest_error:.2g}, on {sets} of inputs"
+            f"{text}; error of the worst output {self.error:.2g} (RMS, relative; bound {self.bound:g}), at most "
+            f"{self.largest_error:.2g} of its largest number, on {sets} of inputs"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -58,6 +60,7 @@ class Precision:
             "calibrating": self.calibrating,
             "checking": self.checking,
             "held_out": self.held_out,
+            "random": self.random,
         }
 
 

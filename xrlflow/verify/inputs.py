@@ -446,6 +446,10 @@ def user_case(imported: ImportedModel, inputs: str | os.PathLike[str] | Mapping[
     """
     if isinstance(inputs, Mapping):
         return _case_of(imported, dict(inputs))
+    if not isinstance(inputs, (str, os.PathLike)):
+        raise BadInputs(
+            "inputs: give a mapping of arrays by name, or a file (precision: also a folder of files)"
+        )
     path = os.fspath(inputs)
     arrays = _read(path)
     try:
@@ -488,6 +492,10 @@ def _read(path: str) -> dict[str, Any]:
             return {name: file[name] for name in file.files}
     except FileNotFoundError as error:
         raise BadInputs(f"{path}: there is no such file") from error
+    except IsADirectoryError as error:
+        raise BadInputs(
+            f"{path}: is a folder, of which only --precision takes the files: name one"
+        ) from error
     except (OSError, EOFError, zipfile.BadZipFile, TypeError) as error:
         raise BadInputs(f"{path}: cannot be read as an .npz file: save it with np.savez") from error
     except ValueError as error:

@@ -37,8 +37,6 @@ WEIGHTED = ("Conv", "Gemm", "MatMul")
 # What keeps bytes as they are between two quantised layers. Reshape and Transpose would do so, too, but at opset 21 and
 # above ONNX Runtime does not load some models with these between a DequantizeLinear and its reader.
 _PASSING = ("Relu", "Clip", "MaxPool")
-# The opset from which DequantizeLinear takes scales by channel.
-BY_CHANNEL = 13
 # Seconds of measuring the gain of one group of layers.
 _TIMING = 0.8
 # How much the error budget shrinks at least when a selection exceeds the bound, and how often it shrinks at most.
@@ -300,6 +298,10 @@ class Selection:
             unknown = sum(group.error == 0.0 for group in groups)
             if groups == measured or time.monotonic() + (unknown + 1) * seconds > self.until:
                 within = f"keep within the bound of {self.bound:g}"
+                if math.isinf(least):
+                    return (
+                        f"no layers were found that {within}: an output is NaN or infinite on a set of inputs"
+                    )
                 return f"no layers were found that {within}: the least error was {least:.3g}"
 
     def _measured(self, group: Group, done: int, total: int) -> Group:

@@ -21,17 +21,19 @@ from xrlflow.cost import Roofline
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, ModelError, Source, load, to_proto
 from xrlflow.onnxio.versions import opset_of
-from xrlflow.options import FLOAT16, FLOAT32, INT8, KEEP, OptionError, Options
+from xrlflow.options import BY_CHANNEL, FLOAT16, FLOAT32, INT8, KEEP, OptionError, Options
 from xrlflow.pipeline.artifact import Original
 from xrlflow.pipeline.attempts import attempted
+from xrlflow.pipeline.context import largest_result
 from xrlflow.pipeline.precision import floats
 from xrlflow.pipeline.precision.calibration import Deviation, Sets, deviation, random_sets, run_all, user_sets
-from xrlflow.pipeline.precision.integers import BY_CHANNEL, Quantiser, Selection
+from xrlflow.pipeline.precision.integers import Quantiser, Selection
 from xrlflow.pipeline.prepare import opened
 from xrlflow.pipeline.results import Result, result_of
 from xrlflow.report import Listener, Precision, compared_with, operators
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search import Limits, greedy
+from xrlflow.verify import InputsNeeded
 
 Optimize = Callable[[Source, Options, Listener | None], Result]
 
@@ -82,6 +84,12 @@ class _Job:
             inputs=None if self.options.inputs is None else self.sets.whole,
         )
 
+    @property
+    def largest(self) -> float:
+        """The most bytes of a result. Wider weights take their bytes, since they were asked for."""
+        size = self.imported.size * (2 if self.options.precision == FLOAT32 else 1)
+        return largest_result(self.options, size)
+
     def say(self, done: int, total: int, note: str) -> None:
         if self.listener is not None:
             self.listener("precision", done, total, note)
@@ -94,11 +102,14 @@ def converted(source: Source, options: Options, listener: Listener | None, optim
     begin = time.monotonic()
     with TemporaryDirectory(prefix="xrlflow-") as folder:
         imported, original = load(source, shapes=options.shapes), Original(source, folder)
-        if options.inputs is None:
-            sets = random_sets(imported, original.runnable, options.seed)
+        if options.inputs is not None:
+            sets = user_sets(imported, options.inputs, options.seed, calibrated=options.precision == INT8)
         else:
-            calibrated = options.precision == INT8
-            sets = user_sets(imported, options.inputs, options.seed, calibrated)
+            try:
+                sets = random_sets(imported, original.runnable, options.seed)
+            except InputsNeeded as needed:
+                job = _Job(original, imported, options, listener, Sets((), (), {}), begin)
+                return _kept(job, _Conversion(None, (), 0), f"the error cannot be measured: {needed}", 0.0)
         job = _Job(original, imported, options, listener, sets, begin)
         try:
             conversion = _CONVERSIONS[options.precision](job, Path(folder))
@@ -107,32 +118,47 @@ def converted(source: Source, options: Options, listener: Listener | None, optim
         spent = time.monotonic() - begin
         if conversion.model is None:
             return _kept(job, conversion, conversion.reason, spent)
+        if too_large := _too_large(job, len(conversion.model)):
+            return _kept(job, conversion, too_large, spent)
         error = _error(job, conversion.model)
         if not error.rms <= options.precision_error:
             return _kept(job, conversion, _exceeds(job, error), spent, error)
         limit = max(_LEAST, _OPTIMISING * job.left)
-        result = optimize(conversion.model, replace(job.kept, time_limit=limit), listener)
+        inner = replace(job.kept, time_limit=limit, max_growth=job.largest / len(conversion.model))
+        result = optimize(conversion.model, inner, listener)
         return _judged(job, conversion, result, Path(folder) / "result.onnx", spent)
 
 
 def _judged(job: _Job, conversion: _Conversion, result: Result, path: Path, spent: float) -> Result:
     """The result, if it is better than the original and its error is within the bound; otherwise the original."""
     result.save(path)
+    size = sum(file.stat().st_size for file in path.parent.glob("result.onnx*"))
     options, bound = job.options.session_options, job.options.precision_error
     if (library := library_of(str(path))) is not None:
         options = with_library(options, library)
     error = _error(job, str(path), options)
     if not error.rms <= bound:
         return _kept(job, conversion, _exceeds(job, error), spent, error, optimised=result)
+    if too_large := _too_large(job, size):
+        return _kept(job, conversion, too_large, spent, error, optimised=result)
+    smaller = job.options.precision == FLOAT16 and size < job.imported.size
     compared: RepeatedComparison | None = None
     if job.options.measure:
         compared = measure_in_fresh_processes(
             job.original.file, str(path), dict(job.sets.whole), deciding=Deciding(lambda: True),
             threads=job.threads, time_limit=job.left, session_options=options,
         )  # fmt: skip
-        if not _better(job.options.precision, compared):
+        if not _better(compared, smaller):
             return _kept(job, conversion, compared_with(compared), spent, error, compared, result)
-    return _accepted(job, conversion, result, spent, error, compared)
+    return _accepted(job, conversion, result, spent, error, compared, smaller)
+
+
+def _too_large(job: _Job, size: int) -> str:
+    """Why a file of so many bytes is no result; empty if it may be one."""
+    if size <= job.largest:
+        return ""
+    growth = size / job.imported.size
+    return f"the file would be {growth:.2f} times as large (allow it with --max-growth {math.ceil(growth * 10) / 10:g})"
 
 
 def _error(job: _Job, model: str | bytes, session_options: Session | None = None) -> Deviation:
@@ -152,9 +178,9 @@ def _exceeds(job: _Job, error: Deviation) -> str:
     return f"the error {error.rms:.3g} exceeds the bound of {job.options.precision_error:g}"
 
 
-def _better(precision: str, compared: RepeatedComparison) -> bool:
-    """Whether the result replaces the original. In float16 it has half the size, so it need not be faster."""
-    if precision != FLOAT16:
+def _better(compared: RepeatedComparison, smaller: bool) -> bool:
+    """Whether the result replaces the original. A smaller file in float16 need not be faster."""
+    if not smaller:
         return compared.verdict is Verdict.FASTER
     slower = compared.decided is not None and compared.decided.slower
     return not slower and compared.verdict is not Verdict.REFUTED
@@ -162,12 +188,12 @@ def _better(precision: str, compared: RepeatedComparison) -> bool:
 
 def _accepted(
     job: _Job, conversion: _Conversion, result: Result, spent: float, error: Deviation,
-    compared: RepeatedComparison | None,
+    compared: RepeatedComparison | None, smaller: bool,
 ) -> Result:  # fmt: skip
     """The result of the converted model, with a report that compares it with the original."""
     report, record = result.report, _record(job, conversion, error)
-    size = ", and the file is smaller" if job.options.precision == FLOAT16 else ""
-    inner = f"{_INNER}: {report.reason}"
+    size = ", and the file is smaller" if smaller else ""
+    inner = f"{_INNER}, as are verification and modelled cost: {report.reason}"
     report = replace(
         report,
         nodes_before=job.imported.nodes_before,
@@ -239,6 +265,7 @@ def _record(job: _Job, conversion: _Conversion, error: Deviation | None) -> Prec
         calibrating=len(job.sets.calibrating) if job.options.precision == INT8 else 0,
         checking=len(job.sets.checking),
         held_out=bool(job.sets.held_out) and job.options.precision == INT8,
+        random=job.options.inputs is None,
     )
 
 
@@ -256,8 +283,8 @@ def _warnings(job: _Job) -> tuple[str, ...]:
 
 def _to_integers(job: _Job, folder: Path) -> _Conversion:
     imported, graph = job.imported, _without_batch_norms(job.imported)
-    own = opset_of(imported.frame) or BY_CHANNEL
-    model = to_proto(imported, graph, opset=BY_CHANNEL if own < BY_CHANNEL else None)
+    own, wanted = opset_of(imported.frame) or BY_CHANNEL, job.options.opset
+    model = to_proto(imported, graph, opset=BY_CHANNEL if wanted is None and own < BY_CHANNEL else wanted)
     quantiser = Quantiser(model, job.sets, folder)
     until = job.begin + _CONVERTING * job.options.time_limit
     selection = Selection(
@@ -272,13 +299,21 @@ def _to_integers(job: _Job, folder: Path) -> _Conversion:
 
 
 def _to_float16(job: _Job, folder: Path) -> _Conversion:
-    model, names = floats.to_float16(to_proto(job.imported, job.imported.graph))
-    return _of_floats(model, names, "the model has no weights in float32")
+    model, names = floats.to_float16(_as_proto(job))
+    return _of_floats(model, names, f"the model has no weights in float32{_inputs(job)}")
 
 
 def _to_float32(job: _Job, folder: Path) -> _Conversion:
-    model, names = floats.to_float32(to_proto(job.imported, job.imported.graph))
-    return _of_floats(model, names, "the model has no weights in float16 or bfloat16")
+    model, names = floats.to_float32(_as_proto(job))
+    return _of_floats(model, names, f"the model has no weights in float16 or bfloat16{_inputs(job)}")
+
+
+def _inputs(job: _Job) -> str:
+    return " (inputs with defaults, which a caller may override, do not count)" if job.imported.overridable else ""
+
+
+def _as_proto(job: _Job) -> onnx.ModelProto:
+    return to_proto(job.imported, job.imported.graph, opset=job.options.opset)
 
 
 def _of_floats(model: onnx.ModelProto, names: tuple[str, ...], otherwise: str) -> _Conversion:
