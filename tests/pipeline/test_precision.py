@@ -452,7 +452,9 @@ def test_a_file_that_grows_too_much_is_no_result(folder: Path) -> None:
     proto = network(f"a0 = Relu(x) {' '.join(steps)} y = Relu(a6)", w=wide, v=np.ascontiguousarray(wide.T))
     small = asked(proto, "int8", folder, max_growth=1.0, precision_error=0.5)
     assert small.returned_original
-    assert re.fullmatch(r"the file would be 1\.\d+ times as large \(.*--max-growth 1\.\d\)", small.report.reason)
+    assert re.fullmatch(
+        r"the file would be 1\.\d+ times as large \(.*--max-growth 1\.\d\)", small.report.reason
+    )
     large = asked(proto, "int8", folder, max_growth=2.0, precision_error=0.5)
     assert not large.returned_original
 

@@ -14,6 +14,8 @@ _TRAINING, _TRAINING_IN_SEARCH = (0.5, 0.4, 0.3, 0.2), 0.6
 # At most this part of the limit is reserved for verification and the last comparison. Nothing is reserved for a model
 # of which a run takes so many seconds, since the selection could hardly compare anything.
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
+# But for a quantised model up to this part, if verification and the fewest processes that decide need it.
+_DECIDING_AT_MOST = 0.65
 # The time that a fast model may use of a limit of 60 s: seconds besides runs, and a number of runs. A model of 3 ms
 # needs no full minute.
 _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
@@ -26,7 +28,7 @@ _LOADING_TVM = 4.0
 # Verification: seconds besides runs, and runs of the original and the result together.
 _VERIFYING, _VERIFYING_RUNS = 2.5, 16
 # What is added for a quantised model, whose layers are evaluated one by one.
-_BY_LAYERS, _BY_LAYERS_RUNS = 8.0, 80
+_BY_LAYERS, _BY_LAYERS_RUNS = 6.0, 60
 # One comparison of models in one process: the fewest and the most runs, and the runs that an interval needs.
 _COMPARE_RUNS_AT_LEAST, _COMPARE_RUNS = 8, 60
 _INTERVAL_RUNS = 40
@@ -118,8 +120,12 @@ class Budget:
         needed = self.verification + self.comparison
         if self.hurried:
             return needed
-        maximum = 1.0 - _SEARCH_UNTIL if self.latency > _SLOW else _ENDING_AT_MOST
-        return min(needed, maximum * (self.end - self.begin))
+        whole = self.end - self.begin
+        maximum = (1.0 - _SEARCH_UNTIL if self.latency > _SLOW else _ENDING_AT_MOST) * whole
+        if self.quantised:
+            deciding = self.verification + _FEWEST_PROCESSES / _PROCESSES * self.comparison
+            maximum = max(maximum, min(deciding, _DECIDING_AT_MOST * whole))
+        return min(needed, maximum)
 
     @property
     def select_until(self) -> float:

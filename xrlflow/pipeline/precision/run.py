@@ -309,7 +309,11 @@ def _to_float32(job: _Job, folder: Path) -> _Conversion:
 
 
 def _inputs(job: _Job) -> str:
-    return " (inputs with defaults, which a caller may override, do not count)" if job.imported.overridable else ""
+    return (
+        " (inputs with defaults, which a caller may override, do not count)"
+        if job.imported.overridable
+        else ""
+    )
 
 
 def _as_proto(job: _Job) -> onnx.ModelProto:
