@@ -14,10 +14,12 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, numpy_helper
+from typer.testing import CliRunner
 
 import xrlflow
 from tests.rules.harness import model
 from xrlflow.backends.results import RepeatedComparison, SpeedUp, Verdict
+from xrlflow.cli import app
 from xrlflow.onnxio import load, to_proto
 from xrlflow.options import OptionError, Options
 from xrlflow.pipeline.precision import floats, integers, run
@@ -235,7 +237,7 @@ def test_layers_are_left_out_until_the_rest_keeps_the_bound(folder: Path) -> Non
     assert everything is not None
     assert everything.error is not None
     assert len(everything.converted) == everything.candidates == 4
-    bound = everything.error / 2
+    bound = 0.85 * everything.error
     some = asked(proto, "int8", folder, precision_error=bound)
     assert some.report.precision is not None
     assert 0 < len(some.report.precision.converted) < 4
@@ -252,7 +254,7 @@ def test_groups_that_exceed_the_bound_are_halved(monkeypatch: pytest.MonkeyPatch
     everything = asked(proto, "int8", folder, precision_error=10.0).report.precision
     assert everything is not None
     assert everything.error is not None
-    some = asked(proto, "int8", folder, precision_error=everything.error / 2).report.precision
+    some = asked(proto, "int8", folder, precision_error=0.85 * everything.error).report.precision
     assert some is not None
     assert 0 < len(some.converted) < 4
     whole = Group(tuple(Layer(name, name) for name in "abc"), 6.0, 0.1)
@@ -459,10 +461,76 @@ def test_a_file_that_grows_too_much_is_no_result(folder: Path) -> None:
     assert not large.returned_original
 
 
-def test_a_small_file_that_grows_is_not_called_smaller() -> None:
-    result = asked(network(), "float16", SETS[0], measure=True, time_limit=6)
-    smaller = len(result.model.SerializeToString()) < len(network().SerializeToString())
-    assert ("the file is smaller" in result.report.reason) == (smaller and not result.returned_original)
+def test_wider_weights_count_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = np.random.default_rng(3).standard_normal((N, 1 << 16)).astype(np.float16)
+    proto = model(
+        f"g (float16[8, {N}] x) => (float16[8, {1 << 16}] y) {{ a = MatMul(x, w) y = Relu(a) }}", w=weight
+    )
+
+    def grown(converted: Any, asked: Options, listener: Any) -> xrlflow.Result:
+        wide = load(converted)
+        wide.frame.graph.doc_string = "x" * (3 * weight.nbytes)
+        return xrlflow.optimize(to_proto(wide, wide.graph), options=replace(asked, max_growth=9.0))
+
+    options = Options(precision="float32", precision_error=0.1, **PLAIN)
+    result = run.converted(proto, options, None, grown)
+    assert result.returned_original
+    found = re.fullmatch(
+        r"the file would be (5\.0\d) times as large, of which --precision float32 counts half "
+        r"\(allow it with --max-growth (2\.\d)\)",
+        result.report.reason,
+    )
+    assert found
+    assert not run.converted(
+        proto, replace(options, max_growth=float(found[2])), None, grown
+    ).returned_original
+
+
+@pytest.mark.parametrize("width", [N, 1 << 13])
+def test_only_a_smaller_file_is_called_smaller(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file grows by the nodes that convert."""
+    wide = np.random.default_rng(3).standard_normal((N, width)).astype(np.float32) / 64
+    proto = network("a = MatMul(x, w) b = Relu(a) y = MatMul(b, v)", w=wide, v=np.ascontiguousarray(wide.T))
+    faster = SpeedUp(1.2, 1.1, 1.3)
+    comparison = RepeatedComparison(faster, None, None, None, 0.0, 1, Verdict.FASTER, faster, 6)
+    monkeypatch.setattr(run, "measure_in_fresh_processes", lambda *_, **__: comparison)
+
+    def unmeasured(converted: Any, asked: Options, listener: Any) -> xrlflow.Result:
+        return xrlflow.optimize(converted, options=replace(asked, measure=False))
+
+    options = Options(precision="float16", inputs=SETS[0], **(PLAIN | {"measure": True, "time_limit": 6.0}))
+    result = run.converted(proto, options, None, unmeasured)
+    smaller = len(result.model.SerializeToString()) < len(proto.SerializeToString())
+    assert smaller is (width > N)
+    assert not result.returned_original
+    assert ("the file is smaller" in result.report.reason) is smaller
+
+
+def test_without_inputs_that_run_the_original_is_kept() -> None:
+    """An index is outside of its table for all inputs."""
+    proto = network("r = Relu(x) a = MatMul(r, w) b = Gather(a, i) y = Relu(b)", i=np.array([8]))
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    result = asked(proto, "float16")
+    assert result.returned_original
+    assert re.search(r"the error cannot be measured: .*out of data bounds", result.report.reason)
+    assert result.model.SerializeToString() == proto.SerializeToString()
+
+
+def test_no_layer_is_converted_that_makes_an_output_infinite(folder: Path) -> None:
+    result = asked(network("a = MatMul(x, w) b = Relu(a) y = Reciprocal(b)"), "int8", folder)
+    assert result.returned_original
+    assert "an output is NaN or infinite on a set of inputs" in result.report.reason
+
+
+def test_a_folder_of_inputs_is_for_a_change_of_precision(folder: Path) -> None:
+    with pytest.raises(BadInputs, match=r"is a folder, of which only --precision takes the files"):
+        xrlflow.optimize(network(), inputs=folder, **PLAIN)
+
+
+@pytest.mark.parametrize("precision", ["keep", "int8", "float16"])
+def test_a_list_of_sets_is_refused(precision: str) -> None:
+    with pytest.raises(BadInputs, match="give a mapping of arrays by name"):
+        xrlflow.optimize(network(), inputs=SETS, precision=precision, **PLAIN)  # type: ignore[arg-type]
 
 
 def test_scales_of_channels_need_an_opset() -> None:
@@ -474,6 +542,12 @@ def test_a_converted_model_has_no_trace(tmp_path: Path) -> None:
     result = asked(network(), "float16", SETS[0])
     with pytest.raises(OptionError, match="a trace has substitutions of the file"):
         result.save_trace(tmp_path / "trace.json")
+    onnx.save(network(), tmp_path / "x.onnx")
+    asking = ["optimize", str(tmp_path / "x.onnx"), "-o", str(tmp_path / "y.onnx"), "--precision", "float16"]
+    refused = CliRunner().invoke(app, [*asking, "--trace", str(tmp_path / "trace.json"), "--no-measure"])
+    assert refused.exit_code == 2
+    assert "--trace has no meaning with --precision" in " ".join(refused.output.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.onnx"]
 
 
 def test_random_sets_are_called_so() -> None:

@@ -40,7 +40,8 @@ net (float[1, 4, 8, 8] x) => (float[1, 6, 1, 1] y) {
 
 
 def drawn(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).integers(-120, 120, shape).astype(np.int8)
+    """Weights whose products no processor saturates."""
+    return np.random.default_rng([seed, *shape]).integers(-60, 60, shape).astype(np.int8)
 
 
 def constants() -> dict[str, np.ndarray]:
@@ -574,6 +575,28 @@ def test_operators_that_compute_with_quantised_numbers() -> None:
     assert judge(proto, proto).counts.tensors == 3
     assert judge(proto, proto).passed
     assert not judge(proto, wrong).passed
+
+
+@pytest.mark.parametrize(
+    ("inputs", "rounds"),
+    [
+        ("a, s, z, b, s, z", False),
+        ("a, s, z, b, s, z, c", False),
+        ("a, s, z, b, s, z, c, s", False),
+        ("a, s, z, b, s, z, c, s, z", True),
+        ("a, s, z, b, s, z, , s, z", True),
+        ("a, s, z, b, s, z, , s, ", False),
+    ],
+)
+def test_a_qgemm_quantises_if_it_has_a_zero_point_for_its_output(inputs: str, rounds: bool) -> None:
+    kind = "uint8" if rounds else "float"
+    proto = model(
+        f"""g (float[4, 8] x) => ({kind}[4, 3] y) {{
+          a = QuantizeLinear(x, s, z) y = com.microsoft.QGemm({inputs})
+        }}""",
+        s=np.float32(0.1), z=np.uint8(3), b=np.arange(24, dtype=np.uint8).reshape(8, 3), c=np.zeros(3, np.int32),
+    )  # fmt: skip
+    assert len(Layers(load(proto).graph).tensors) == 1 + rounds
 
 
 def test_with_quantised_weights_alone_outputs_are_compared() -> None:

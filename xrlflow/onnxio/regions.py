@@ -110,12 +110,20 @@ def _reads(nodes: Iterable[NodeProto]) -> Iterator[str]:
                 yield from (value.name for value in graph.output if value.name not in own)
 
 
-def cut(graph: GraphProto, fits: Callable[[NodeProto], bool], *, minimum: int = 2) -> list[Region]:
+def cut(
+    graph: GraphProto,
+    fits: Callable[[NodeProto], bool],
+    ends: Callable[[NodeProto], bool] = lambda _: False,
+    *,
+    minimum: int = 2,
+) -> list[Region]:
     """The nodes for which `fits` holds, divided into convex regions of at least `minimum` nodes, as large as possible.
+    No region has a reader of a node for which `ends` holds.
 
-    A node that does not fit is a border. A node's level is the largest number of borders on a path to it. The regions
-    are the connected parts of each level. They are convex, because a path that leaves a level only reaches higher
-    levels. Nodes that make weights of constants are no borders, and belong to the only region that reads the weights.
+    A node that does not fit is a border, and so is the output of a node that `ends`. A node's level is the largest
+    number of borders on a path to it. The regions are the connected parts of each level. They are convex, because a
+    path that leaves a level only reaches higher levels. Nodes that make weights of constants are no borders, and belong
+    to the only region that reads the weights.
     """
     making = _made_of_weights(graph)
     level: dict[str, int] = {}
@@ -128,7 +136,7 @@ def cut(graph: GraphProto, fits: Callable[[NodeProto], bool], *, minimum: int = 
         if inside:
             levels.setdefault(deepest, []).append(i)
         for name in node.output:
-            level[name] = deepest + (not inside)
+            level[name] = deepest + (not inside or ends(node))
     parts = [part for nodes in levels.values() for part in _connected(graph, nodes)]
     _take_weights(graph, parts, [i for i in making if fits(graph.node[i])])
     regions = [region_of(graph, part) for part in parts]

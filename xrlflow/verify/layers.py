@@ -134,10 +134,9 @@ def _bodies(node: Node) -> list[Graph]:
 
 
 def _rounds(node: Node) -> bool:
-    # Without a zero point for its output, QGemm gives floats.
-    return node.op == DYNAMIC or (
-        node.op in ROUNDINGS and (not node.op.endswith("QGemm") or ABSENT not in (*node.inputs, ABSENT)[8:9])
-    )
+    if node.op.endswith("QGemm"):  # without a zero point for its output it gives floats
+        return len(node.inputs) > 8 and node.inputs[8] != ABSENT
+    return node.op == DYNAMIC or node.op in ROUNDINGS
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,10 +85,14 @@ class _Job:
         )
 
     @property
+    def size(self) -> int:
+        """The bytes from which growth counts. Wider weights take their bytes, since they were asked for."""
+        return self.imported.size * (2 if self.options.precision == FLOAT32 else 1)
+
+    @property
     def largest(self) -> float:
-        """The most bytes of a result. Wider weights take their bytes, since they were asked for."""
-        size = self.imported.size * (2 if self.options.precision == FLOAT32 else 1)
-        return largest_result(self.options, size)
+        """The most bytes of a result."""
+        return largest_result(self.options, self.size)
 
     def say(self, done: int, total: int, note: str) -> None:
         if self.listener is not None:
@@ -157,8 +161,10 @@ def _too_large(job: _Job, size: int) -> str:
     """Why a file of so many bytes is no result; empty if it may be one."""
     if size <= job.largest:
         return ""
+    counted = ", of which --precision float32 counts half" if job.options.precision == FLOAT32 else ""
+    allowing = math.ceil(size / job.size * 10) / 10
     growth = size / job.imported.size
-    return f"the file would be {growth:.2f} times as large (allow it with --max-growth {math.ceil(growth * 10) / 10:g})"
+    return f"the file would be {growth:.2f} times as large{counted} (allow it with --max-growth {allowing:g})"
 
 
 def _error(job: _Job, model: str | bytes, session_options: Session | None = None) -> Deviation:

@@ -9,7 +9,7 @@ from typing import Any
 
 from xrlflow.backends.tvm.fusion.attention import parts_of
 from xrlflow.backends.tvm.kernels.building import FLOAT
-from xrlflow.backends.tvm.kernels.steps import STEPS, Earlier, Extra, Operand, Step
+from xrlflow.backends.tvm.kernels.steps import CASTS, STEPS, Earlier, Extra, Operand, Step
 from xrlflow.backends.tvm.toolchain.reading import constant, operator, sizes
 
 
@@ -53,11 +53,18 @@ class Function:
         readers = self._readers[variable]
         return readers[0] if self.uses[variable] == len(readers) == 1 else None
 
-    def followed(self, variable: Any, excluded: Collection[Any] = (), by_channel: bool = False) -> Followed:
+    def followed(
+        self,
+        variable: Any,
+        excluded: Collection[Any] = (),
+        by_channel: bool = False,
+        to_bytes: bool = False,
+    ) -> Followed:
         """The longest sequence of steps after a variable whose intermediate results no other operator reads. Variables
         in `excluded` are not used as steps.
 
         `by_channel`: only steps whose further operands are numbers, or one number for each channel.
+        `to_bytes`: the last step may convert results to bytes.
         """
         out = sizes(self.values[variable])
         numbered = {variable: 0}
@@ -68,12 +75,16 @@ class Function:
             step = self._step(each, numbered, out) if each not in excluded else None
             if step is None or (by_channel and Extra(False) in step[0].operands):
                 break
+            if step[0].operator in CASTS and not to_bytes:
+                break
             steps.append(step[0])
             extras += step[1]
             numbered[each] = len(steps)
             inside = Counter(part for v in numbered for part in parts_of(self.values[v]) if part in numbered)
             if all(inside[v] == self.uses[v] for v in numbered if v is not each):
                 best = Followed(tuple(steps), tuple(extras), frozenset(numbered), each)
+            if step[0].operator in CASTS:
+                break
         return best
 
     def _after(self, variable: Any) -> Iterator[Any]:
@@ -92,6 +103,9 @@ class Function:
         """The step that computes a variable, and the expressions of its extra operands; None if no kernel supports it
         as a step. `numbered`: the number of each earlier result that it may read. `out`: the shape of the results."""
         call = self.values[variable]
+        if operator(call) == "relax.astype" and call.args[0] in numbered:
+            name = f"relax.astype.{call.ty.dtype}"
+            return (Step(name, (Earlier(numbered[call.args[0]]),)), []) if name in CASTS else None
         if operator(call) not in STEPS or sizes(call, FLOAT) != out:
             return None
         operands: list[Operand] = []

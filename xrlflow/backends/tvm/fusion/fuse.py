@@ -6,6 +6,7 @@ from typing import Any
 
 from xrlflow.backends.tvm.fusion.attention import fuse_attention
 from xrlflow.backends.tvm.fusion.bands import fuse_bands
+from xrlflow.backends.tvm.fusion.bytes import handle_bytes
 from xrlflow.backends.tvm.fusion.checks import check_constants
 from xrlflow.backends.tvm.fusion.direct_norm import use_direct_norm
 from xrlflow.backends.tvm.fusion.folding import fold_moves
@@ -74,6 +75,7 @@ def passes(machine: Machine, channels_last: bool | None, algorithms: Algorithms)
         Pass("fold_moves", fold_moves),
         Pass("fold_constants", relax.transform.FoldConstant()),
         Pass("without_detours", without_detours),
+        Pass("bytes", handle_bytes),
         Pass("attention", lambda module: fuse_attention(module, machine)),
         Pass("bands", lambda module: fuse_bands(module, machine, algorithms)),
         Pass("direct_norm", lambda module: use_direct_norm(module, machine)),

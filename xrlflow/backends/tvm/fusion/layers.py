@@ -153,8 +153,9 @@ def _replacement(match: Match, option: AlgorithmOption, machine: Machine) -> Rep
 
     choice = KernelChoice(option.algorithm, blocking)
     return Replacement(
-        kernel.name, (workload, choice), partial(kernel.code, workload, blocking), read, workload.out
-    )
+        kernel.name, (workload, choice), partial(kernel.code, workload, blocking), read, workload.out,
+        workload.kind,
+    )  # fmt: skip
 
 
 def _tiled(match: Match, option: AlgorithmOption, machine: Machine) -> Replacement | None:
@@ -181,6 +182,7 @@ def _tiled(match: Match, option: AlgorithmOption, machine: Machine) -> Replaceme
         lambda: kernel,
         read,
         workload.out,
+        workload.kind,
     )
 
 
@@ -192,7 +194,7 @@ def _matches(function: Function) -> list[Match]:
         workload = _product(call) if operator(call) == "relax.matmul" else convolution_of(call)
         if workload is None:
             continue
-        followed = function.followed(variable, used)
+        followed = function.followed(variable, used, to_bytes=True)
         used |= followed.inside
         matches.append(Match(replace(workload, steps=followed.steps), call, followed.extras, followed.last))
     return matches

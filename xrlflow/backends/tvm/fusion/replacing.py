@@ -15,13 +15,14 @@ from xrlflow.backends.tvm.toolchain.reading import with_main
 class Replacement:
     """A kernel that computes a variable. Replacements with the same `key` share one function, which `make` creates and
     whose name is `name`. `read` returns the expressions that the kernel reads; `shape` is the shape of the kernel's
-    result."""
+    result, and `kind` its type."""
 
     name: str
     key: Hashable
     make: Callable[[], Any]
     read: Callable[[], Sequence[Any]]
     shape: Sequence[int]
+    kind: str = FLOAT
 
 
 def with_kernels(module: Any, replacements: Mapping[Any, Replacement]) -> Any:
@@ -44,7 +45,7 @@ def with_kernels(module: Any, replacements: Mapping[Any, Replacement]) -> Any:
             if replacement.key not in functions:
                 functions[replacement.key] = self.builder_.add_func(replacement.make(), replacement.name)
             read = [self.visit_expr(x) for x in replacement.read()]
-            kind = relax.TensorType(replacement.shape, FLOAT)
+            kind = relax.TensorType(replacement.shape, replacement.kind)
             call = relax.call_tir(functions[replacement.key], read, kind)
             self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from xrlflow.backends.tvm.fusion.passes import applied
 from xrlflow.backends.tvm.kernels import products
 from xrlflow.backends.tvm.kernels.building import FLOAT, OPAQUE, SCHEDULED
 from xrlflow.backends.tvm.kernels.layer_kernels import Floats, LayerWorkload
-from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
+from xrlflow.backends.tvm.kernels.steps import CASTS, Earlier, Extra, Step
 from xrlflow.backends.tvm.schedules.dispatch import apply, choices, heuristic
 from xrlflow.backends.tvm.schedules.ratings import TileBlocking
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
@@ -139,6 +139,8 @@ def _operand(operand: float | Extra | Earlier, results: Sequence[Any], remaining
 def _operator(step: Step) -> Any:
     from tvm import relax
 
+    if step.operator in CASTS:
+        return partial(relax.op.astype, dtype=CASTS[step.operator])
     result: Any = relax.op
     for name in step.operator.split(".")[1:]:
         result = getattr(result, name)

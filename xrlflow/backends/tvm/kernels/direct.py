@@ -34,7 +34,7 @@ from xrlflow.backends.tvm.kernels.building import (
     tiles,
     where,
 )
-from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, stepped
+from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, kind_of, stepped
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
@@ -102,6 +102,11 @@ class Convolution:
     @property
     def extras(self) -> list[Extra]:
         return extras_of(self.steps)
+
+    @property
+    def kind(self) -> str:
+        """The type of the results."""
+        return kind_of(self.steps)
 
     def index(self, batch: Any, position: Sequence[Any], channel: Any) -> list[Any]:
         """The index of an element of an image. `position`: (depth, row, column); dimensions that the image lacks are
@@ -358,7 +363,7 @@ def kernel(workload: Convolution, blocking: DirectBlocking) -> Any:
             panels = T.arg("weights", T.buffer(weights, FLOAT))
             shapes = [workload.out[-1:] if extra.by_channel else workload.out for extra in workload.extras]
             extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
-            out = T.arg("out", T.buffer(workload.out, FLOAT))
+            out = T.arg("out", T.buffer(workload.out, workload.kind))
             tasks = T.parallel(0, workload.out[0] * each)
             with T.sblock("root"), tasks as task, T.sblock("direct"):
                 T.reads([])

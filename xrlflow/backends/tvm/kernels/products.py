@@ -29,7 +29,7 @@ from xrlflow.backends.tvm.kernels.building import (
     ramp,
     tiles,
 )
-from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, stepped
+from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, kind_of, stepped
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
@@ -69,6 +69,11 @@ class Product:
     @property
     def extras(self) -> list[Extra]:
         return extras_of(self.steps)
+
+    @property
+    def kind(self) -> str:
+        """The type of the results."""
+        return kind_of(self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +212,7 @@ def kernel(workload: Product, blocking: ProductBlocking) -> Any:
             )
             shapes = [workload.out[-1:] if extra.by_channel else workload.out for extra in workload.extras]
             extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
-            out = T.arg("out", T.buffer(workload.out, FLOAT))
+            out = T.arg("out", T.buffer(workload.out, workload.kind))
             blocks = -(-workload.rows // blocking.block)
             count = blocking.parts * blocks
             tasks = T.parallel(0, count) if count > 1 else T.serial(0, count)

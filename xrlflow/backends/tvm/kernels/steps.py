@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from xrlflow.backends.tvm.kernels.building import lanes_of, number, ramp, spread
+from xrlflow.backends.tvm.kernels.building import FLOAT, lanes_of, number, ramp, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "relax.maximum": _of("Max"),
     "relax.minimum": _of("Min"),
     "relax.nn.relu": _relu,
+    "relax.round": _of("nearbyint"),  # ties to even
     "relax.divide": lambda a, b: a / b,
     "relax.sigmoid": _sigmoid,
     "relax.tanh": _of("tanh"),
@@ -81,6 +82,14 @@ STEPS: dict[str, Callable[..., Any]] = {
     "relax.nn.gelu": _gelu,
 }
 """The operators that may follow the convolution or product, by Relax's name."""
+
+CASTS = {f"relax.astype.{kind}": kind for kind in ("int8", "uint8")}
+"""The operators that convert results to bytes, and the types of bytes. They may only be the last step."""
+
+
+def kind_of(steps: Sequence[Step]) -> str:
+    """The type of the results after the steps."""
+    return CASTS.get(steps[-1].operator, FLOAT) if steps else FLOAT
 
 
 def extras_of(steps: Iterable[Step]) -> list[Extra]:
@@ -93,6 +102,7 @@ def stepped(steps: Sequence[Step], extras: Sequence[Any], value: Any, index: Seq
     `extras`: the buffers of the steps' extra operands. `index`: the index of the vector in the result, its channels
     last. `done`: a local buffer [steps or more, lanes of a vector].
     """
+    from tvm import tirx
     from tvm.script.ir_builder import tirx as T
 
     lanes = lanes_of(index[-1])
@@ -109,6 +119,8 @@ def stepped(steps: Sequence[Step], extras: Sequence[Any], value: Any, index: Seq
                 operands.append(buffer[index[-1]] if operand.by_channel else buffer[tuple(index)])
             else:
                 operands.append(spread(operand, lanes))
+        if step.operator in CASTS:
+            return tirx.Cast(CASTS[step.operator] + (f"x{lanes}" if lanes > 1 else ""), operands[0])
         # TVM inlines variables. It must not inline calls of functions, for which it introduces variables of its own. So
         # the results of functions are written to a buffer.
         T.buffer_store(done, STEPS[step.operator](*operands), [turn, at])

@@ -43,7 +43,7 @@ from xrlflow.backends.tvm.kernels.building import (
     spread,
     where,
 )
-from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, stepped
+from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, kind_of, stepped
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
@@ -142,6 +142,11 @@ class WinogradConvolution:
     @property
     def extras(self) -> list[Extra]:
         return extras_of(self.steps)
+
+    @property
+    def kind(self) -> str:
+        """The type of the results."""
+        return kind_of(self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +294,7 @@ def kernel(workload: WinogradConvolution, blocking: WinogradBlocking) -> Any:
             panels = T.arg("weights", T.buffer(weights, FLOAT))
             shapes = [workload.out[3:] if extra.by_channel else workload.out for extra in workload.extras]
             extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
-            out = T.arg("out", T.buffer(workload.out, FLOAT))
+            out = T.arg("out", T.buffer(workload.out, workload.kind))
             tasks = T.parallel(0, workload.groups * blocks * blocking.parts)
             with T.sblock("root"), tasks as task, T.sblock("winograd"):
                 T.reads([])

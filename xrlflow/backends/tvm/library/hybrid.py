@@ -49,8 +49,7 @@ from xrlflow.storage import files
 # slowly than ONNX Runtime does, or return another index if numbers are infinite.
 _ON_RUNTIME = frozenset(
     {"ArgMax", "ArgMin", "Compress", "NonMaxSuppression", "NonZero", "Unique"}
-    | {"DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
-    | {"ConvInteger", "QuantizeLinear"}
+    | {"ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
 )
 # Operators whose results may be integers: they move integers, or convert other types to integers. Integer arithmetic
 # wraps around in ONNX Runtime, while a C compiler assumes that it does not.
@@ -67,7 +66,7 @@ _MOVES = frozenset(
         "Gather",
     }
     | {"GatherElements", "GatherND", "Identity", "Pad", "Reshape", "Shape", "Size", "Slice", "SpaceToDepth"}
-    | {"Split", "Squeeze", "Tile", "TopK", "Transpose", "Unsqueeze", "Where"}
+    | {"QuantizeLinear", "Split", "Squeeze", "Tile", "TopK", "Transpose", "Unsqueeze", "Where"}
 )
 _FLOAT, _BOOL, _HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.BOOL, onnx.TensorProto.FLOAT16
 _WHOLE = frozenset(
@@ -248,7 +247,8 @@ def _compiled(
     """
     types = types_of(model, {})
     fits = _fitting(types, {tensor.name for tensor in model.graph.initializer})
-    parts = [whole] if all(map(fits, model.graph.node)) and whole.nodes else cut(model.graph, fits)
+    undivided = all(fits(node) and not _ends(node) for node in model.graph.node) and whole.nodes
+    parts = [whole] if undivided else cut(model.graph, fits, _ends)
     regions: dict[str, Region] = {}
     kernels: dict[str, CompiledRegion] = {}
     remarks: list[str] = []
@@ -278,6 +278,13 @@ def _compiled(
     return _Compiled(regions, kernels, len(model.graph.node), tuple(remarks))
 
 
+def _ends(node: NodeProto) -> bool:
+    """Whether a region ends with a node. Bytes leave the region, so that verification can compare them with those of
+    the original: a tie that a kernel rounds the other way changes everything after it.
+    """
+    return node.op_type == "QuantizeLinear"
+
+
 def _nothing_fits(types: Mapping[str, TypeProto]) -> str:
     """The reason why no node can be in a region, as a message."""
     if any(each.tensor_type.elem_type == _FLOAT for each in types.values()):
@@ -288,7 +295,7 @@ def _nothing_fits(types: Mapping[str, TypeProto]) -> str:
 def _without_node(graph: GraphProto, region: Region, results: Sequence[str]) -> list[Region]:
     """The parts of a region without the node that has these results."""
     inside = {name for i in region.nodes for name in graph.node[i].output} - set(results)
-    return cut(graph, lambda node: bool(inside.intersection(node.output)))
+    return cut(graph, lambda node: bool(inside.intersection(node.output)), _ends)
 
 
 def _computed(carrying: Callable[[str], ModelProto]) -> str:

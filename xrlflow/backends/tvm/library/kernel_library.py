@@ -206,23 +206,40 @@ def kernel_library(
 
     Raises BackendError if TVM refuses a kernel, or if a kernel needs TVM's runtime.
     """
-    functions: dict[str, Any] = {}
-    for index, region in enumerate(regions.values()):
-        called, crossing = region.plan.kernels(), region.plan.crossing()
-        for name, function in region.module.functions.items():
-            if name.name_hint in called:
-                symbol = _symbol(index, name.name_hint)
-                kernel = marked(function) if name.name_hint in crossing else function
-                functions[symbol] = kernel.with_attr("global_symbol", symbol)
+    functions, symbols = distinct(regions.values())
     code = _object_code(functions, machine)
     if any(_RUNTIME in part for part in code):
         raise BackendError("a kernel calls a function of TVM's runtime")
     constants, offsets = _shared_constants(region.plan for region in regions.values())
-    tables = "".join(_tables(regions, offsets, machine))
+    tables = "".join(_tables(regions, symbols, offsets, machine))
     digest = hashlib.blake2b(digest_size=DIGITS // 2)
     for part in (*code, tables.encode(), *(array.tobytes() for array in constants)):
         digest.update(part)
     return KernelLibrary(machine, code, tables, constants, f"xrlflow.{digest.hexdigest()}{computed}")
+
+
+def distinct(regions: Iterable[CompiledRegion]) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """The kernels of all regions by symbol, equal ones only once, and for each region the symbols of its kernels."""
+    from tvm_ffi import structural_equal, structural_hash
+
+    functions: dict[str, Any] = {}
+    symbols: list[dict[str, str]] = []
+    known: dict[int, list[tuple[str, Any]]] = {}
+    for index, region in enumerate(regions):
+        called, crossing = region.plan.kernels(), region.plan.crossing()
+        symbols.append({})
+        for name, function in region.module.functions.items():
+            if name.name_hint in called:
+                kernel = marked(function) if name.name_hint in crossing else function
+                kernel = kernel.without_attr("global_symbol")
+                alike = known.setdefault(structural_hash(kernel), [])
+                symbol = next((other for other, each in alike if structural_equal(each, kernel)), None)
+                if symbol is None:
+                    symbol = f"region{index}_{name.name_hint}"
+                    alike.append((symbol, kernel))
+                    functions[symbol] = kernel.with_attr("global_symbol", symbol)
+                symbols[index][name.name_hint] = symbol
+    return functions, symbols
 
 
 def _object_code(functions: Mapping[str, Any], machine: Machine) -> tuple[bytes, ...]:
@@ -290,12 +307,8 @@ xrlflow_constants_begin:
 """
 
 
-def _symbol(region: int, kernel: str) -> str:
-    return f"region{region}_{kernel}"
-
-
-def _function(region: int, kernel: str) -> str:
-    return COPY if kernel == COPY else f"__tvm_ffi_{_symbol(region, kernel)}"
+def _function(symbols: Mapping[str, str], kernel: str) -> str:
+    return COPY if kernel == COPY else f"__tvm_ffi_{symbols[kernel]}"
 
 
 def _text(text: str | None) -> str:
@@ -325,14 +338,17 @@ def _domain(domain: str) -> str:
 
 
 def _tables(
-    regions: Mapping[str, CompiledRegion], offsets: Sequence[Sequence[int]], machine: Machine
+    regions: Mapping[str, CompiledRegion],
+    symbols: Sequence[Mapping[str, str]],
+    offsets: Sequence[Sequence[int]],
+    machine: Machine,
 ) -> Iterator[str]:
     features = [*map(_text, instructions(machine.triple, machine.cpu)), "NULL"]
     yield f"const char* const xrlflow_features[] = {{{_list(features)}}};\n"
     yield f"const int32_t xrlflow_tasks = {machine.cores * _TASKS_PER_CORE};\n"
     rows = []
     for index, ((name, region), own_offsets) in enumerate(zip(regions.items(), offsets)):
-        yield from _arrays(index, region, own_offsets)
+        yield from _arrays(index, region, symbols[index], own_offsets)
         rows.append(_row(index, name, region))
     yield f"const int32_t xrlflow_regions = {len(rows)};\n"
     yield f"const struct region xrlflow_region[] = {{\n{''.join(rows)}}};\n"
@@ -349,19 +365,21 @@ def _row(index: int, name: str, region: CompiledRegion) -> str:
     )
 
 
-def _arrays(index: int, region: CompiledRegion, offsets: Sequence[int]) -> Iterator[str]:
+def _arrays(
+    index: int, region: CompiledRegion, symbols: Mapping[str, str], offsets: Sequence[int]
+) -> Iterator[str]:
     plan, r = region.plan, f"r{index}"
     shapes = {shape: n for n, shape in enumerate(dict.fromkeys(tensor.shape for tensor in plan.tensors))}
     for shape, number in shapes.items():
         yield f"static const int64_t {r}_shape{number}[] = {{{_list(shape)}}};\n"
     rows = "".join(f"  {_tensor(t, offsets, f'{r}_shape{shapes[t.shape]}')},\n" for t in plan.tensors)
     yield f"static const struct tensor {r}_tensors[] = {{\n{rows}}};\n"
-    for name in sorted({_function(index, call.kernel) for call in plan.calls} - {COPY}):
+    for name in sorted({_function(symbols, call.kernel) for call in plan.calls} - {COPY}):
         yield f"int {name}(void*, const Any*, int32_t, Any*);\n"
     for number, call in enumerate(plan.calls):
         yield f"static const int32_t {r}_call{number}[] = {{{_list(call.arguments)}}};\n"
     rows = "".join(
-        f"  {{{_function(index, call.kernel)}, {len(call.arguments)}, {r}_call{number}}},\n"
+        f"  {{{_function(symbols, call.kernel)}, {len(call.arguments)}, {r}_call{number}}},\n"
         for number, call in enumerate(plan.calls)
     )
     yield f"static const struct step {r}_steps[] = {{\n{rows or '  {0}'}}};\n"

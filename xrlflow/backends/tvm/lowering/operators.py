@@ -15,6 +15,7 @@ import numpy as np
 from xrlflow.backends.tvm.kernels.elementwise import celu, normalized, with_exponent
 from xrlflow.backends.tvm.kernels.scanning import greatest, running_sums
 from xrlflow.backends.tvm.lowering.einsum import legal_einsum
+from xrlflow.backends.tvm.lowering.quantised import dequantized, quantized
 from xrlflow.backends.tvm.toolchain.imported import Imported
 from xrlflow.backends.tvm.toolchain.reading import constant, known_value, sizes
 
@@ -310,6 +311,7 @@ _LOWERED: Mapping[str, Callable[[Imported], Any | None]] = {
     "Celu": celu,
     "ConvTranspose": _transposed_convolution,
     "CumSum": running_sums,
+    "DequantizeLinear": dequantized,
     "Dropout": _dropout,
     "Einsum": _einsum,
     "GridSample": _grid_sample,
@@ -318,6 +320,7 @@ _LOWERED: Mapping[str, Callable[[Imported], Any | None]] = {
     "LpNormalization": normalized,
     "Mod": _remainder,
     "Pow": with_exponent,
+    "QuantizeLinear": quantized,
     "RMSNormalization": _rms_norm,
     "ReduceMax": _extreme,
     "ReduceMin": _extreme,

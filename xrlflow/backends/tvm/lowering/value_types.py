@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
-from onnx import ModelProto, TypeProto
+from onnx import ModelProto, NodeProto, TypeProto
 
 from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
 from xrlflow.onnxio.inference import infer_shapes
@@ -18,6 +18,7 @@ _SUPPORTED = frozenset(
         "UINT32", "UINT64", "UNDEFINED",
     )
 )  # fmt: skip
+_WINDOWS = frozenset({"auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides"})
 # Initialisers with more elements than this are not read to infer sizes.
 _SMALL = 1024
 
@@ -25,8 +26,8 @@ _SMALL = 1024
 def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str, TypeProto]:
     """The types of all values of a model whose inputs have these sizes, as far as ONNX infers them.
 
-    Results of pools with ceil_mode get no sizes: ONNX's inference counts a window that begins in the padding, while
-    runtimes and the specification do not count it.
+    Results of some pools with ceil_mode get no sizes: ONNX's inference counts a window that begins in the padding,
+    while runtimes and the specification do not count it.
     """
     light = ModelProto(ir_version=model.ir_version)
     light.opset_import.extend(model.opset_import)
@@ -53,7 +54,7 @@ def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str,
             graph.initializer.append(tensor)
         else:
             graph.input.add(name=tensor.name, type=kind)
-    pools = [n for n in graph.node if any(a.name == "ceil_mode" and a.i for a in n.attribute)]
+    pools = [n for n in graph.node if _may_begin_in_padding(n)]
     if pools:
         first = {v.name: v.type for v in _values(infer_shapes(light).graph)}
         for node in pools:
@@ -67,6 +68,21 @@ def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str,
     inferred = infer_shapes(light, data_prop=True).graph
     types.update((value.name, value.type) for value in _values(inferred))
     return types
+
+
+def _may_begin_in_padding(node: NodeProto) -> bool:
+    """Whether the last window of a pool with ceil_mode may begin behind the image. It does not if nothing is padded
+    there and no stride is larger than a window."""
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute if a.name in _WINDOWS}
+    if not attributes.get("ceil_mode"):
+        return False
+    taps = attributes["kernel_shape"]
+    ones = [1] * len(taps)
+    spans = [(n - 1) * by + 1 for n, by in zip(taps, attributes.get("dilations", ones))]
+    padded = (
+        any(attributes.get("pads", [])[len(taps) :]) or attributes.get("auto_pad", b"NOTSET") != b"NOTSET"
+    )
+    return padded or any(s > span for s, span in zip(attributes.get("strides", ones), spans))
 
 
 def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:

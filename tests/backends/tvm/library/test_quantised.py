@@ -1,0 +1,202 @@
+"""QuantizeLinear and DequantizeLinear in generated kernels, compared with ONNX Runtime and with exact numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from tests.rules.harness import model
+from xrlflow.backends.library_files import library_path
+from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.fusion.bytes import handle_bytes
+from xrlflow.backends.tvm.kernels.byte_moves import transposition
+from xrlflow.backends.tvm.library.hybrid import Hybrid, hybrid
+from xrlflow.backends.tvm.library.kernel_library import compile_region, distinct
+from xrlflow.backends.tvm.lowering.importer import import_model
+from xrlflow.backends.tvm.lowering.value_types import types_of
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.onnxio.regions import region_of
+from xrlflow.verify import verify
+
+Array = np.ndarray[Any, Any]
+RNG = np.random.default_rng(0)
+LAYER = """
+layer (KIND[1,24,9,7] q) => (KIND[1,20,9,7] y) {
+  x = DequantizeLinear(q, s, z)
+  wd = DequantizeLinear<axis = 0>(w, ws)
+  c = Conv<pads = [1,1,1,1]>(x, wd, b)
+  r = Relu(c)
+  y = QuantizeLinear(r, t, u)
+}"""
+
+
+def layer(kind: str, bias: float = 0.0) -> onnx.ModelProto:
+    dtype = np.dtype(kind)
+    zero = 0 if kind == "int8" else 128
+    return model(
+        LAYER.replace("KIND", kind),
+        s=np.float32(0.05), z=np.array(zero, dtype), t=np.float32(0.031), u=np.array(zero - 7, dtype),
+        w=RNG.integers(-60, 60, (20, 24, 3, 3)).astype(np.int8), ws=np.linspace(1e-3, 2e-3, 20, dtype=np.float32),
+        b=(RNG.standard_normal(20) + bias).astype(np.float32),
+    )  # fmt: skip
+
+
+def built(proto: onnx.ModelProto, path: Path) -> Hybrid:
+    result = hybrid(proto, {}, detect())
+    result.save(path)
+    return result
+
+
+def run(
+    path: Path | bytes, feeds: dict[str, Array], kernels: bool = False, exact: bool = False
+) -> list[Array]:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    if kernels:
+        options.register_custom_ops_library(str(library_path(str(path))))
+    if exact:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return list(
+        ort.InferenceSession(path if isinstance(path, bytes) else str(path), options).run(None, feeds)
+    )
+
+
+def numbers(kind: str, *shape: int) -> Array:
+    limits = np.iinfo(kind)
+    return RNG.integers(limits.min, limits.max + 1, shape).astype(kind)
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+def test_a_layer_between_bytes_is_one_region(kind: str, tmp_path: Path) -> None:
+    proto, path = layer(kind), tmp_path / "x.onnx"
+    result = built(proto, path)
+    assert [len(region.nodes) for region in result.regions] == [5]
+    feeds = {"q": numbers(kind, 1, 24, 9, 7)}
+    (y,), (expected,) = run(path, feeds, kernels=True), run(proto.SerializeToString(), feeds, exact=True)
+    assert y.dtype == expected.dtype
+    difference = np.abs(y.astype(int) - expected.astype(int))
+    assert difference.max() <= 1  # at a tie
+    assert (difference > 0).mean() < 0.01
+    assert len(np.unique(y)) > 50
+
+
+def test_a_region_ends_with_a_quantisation(tmp_path: Path) -> None:
+    """So that verification can compare the bytes."""
+    text = """
+    net (float[1,16,8,8] x) => (float[1,16,8,8] y) {
+      q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) c = Conv(d, w) r = Relu(c)
+      q2 = QuantizeLinear(r, s, z) d2 = DequantizeLinear(q2, s, z) c2 = Conv(d2, w) y = Add(c2, r)
+    }"""
+    weights = (RNG.standard_normal((16, 16, 1, 1)) / 4).astype(np.float32)
+    proto = model(text, s=np.float32(0.03), z=np.int8(0), w=weights)
+    path = tmp_path / "x.onnx"
+    result = built(proto, path)
+    ends = [[proto.graph.node[i].op_type for i in region.nodes] for region in result.regions]
+    assert ends == [
+        ["DequantizeLinear", "Conv", "Relu", "QuantizeLinear"],
+        ["DequantizeLinear", "Conv", "Add"],
+    ]
+    feeds = {"x": RNG.standard_normal((1, 16, 8, 8)).astype(np.float32)}
+    (y,), (expected,) = run(path, feeds, kernels=True), run(proto.SerializeToString(), feeds, exact=True)
+    assert np.abs(y - expected).max() < 0.1
+    assert verify(proto, onnx.load(path)).verified
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+def test_numbers_that_are_no_numbers_become_the_least_byte(kind: str, tmp_path: Path) -> None:
+    """ONNX leaves them open; a conversion of NaN to an integer must not be undefined."""
+    proto = model(
+        f"g (float[64] x) => ({kind}[64] y) {{ a = Add(x, k) y = QuantizeLinear(a, s, z) }}",
+        k=np.zeros(64, np.float32), s=np.float32(0.5), z=np.array(1, kind),
+    )  # fmt: skip
+    path = tmp_path / "x.onnx"
+    built(proto, path)
+    x = np.zeros(64, np.float32)
+    x[:6] = np.nan, np.inf, -np.inf, 1e30, 0.25, 0.75  # the last two are ties
+    (y,) = run(path, {"x": x}, kernels=True)
+    low, high = np.iinfo(kind).min, np.iinfo(kind).max
+    assert y[:7].tolist() == [low, high, low, high, 1, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "columns"), [(1, 16, 16), (2, 49, 20), (1, 17, 31), (3, 16, 40), (1, 300, 130)]
+)
+def test_bytes_are_transposed(batch: int, rows: int, columns: int) -> None:
+    package = tvm()
+    shape, result = (batch, rows, columns), (batch, columns, rows)
+    function = transposition((batch, rows, columns), shape, result, "uint8").with_attr(
+        "global_symbol", "main"
+    )
+    run_it = package.tirx.build(package.IRModule({"main": function}), detect().target())
+    x, out = numbers("uint8", *shape), np.zeros(result, np.uint8)
+    given, got = package.runtime.tensor(x), package.runtime.tensor(out)
+    run_it["main"](given, got)
+    assert np.array_equal(got.numpy(), x.transpose(0, 2, 1))
+
+
+def main_of(proto: onnx.ModelProto) -> str:
+    module = handle_bytes(import_model(proto))
+    return str(tvm().relax.transform.DeadCodeElimination()(module)["main"].script())
+
+
+def test_sums_are_quantised_without_a_division() -> None:
+    assert "R.divide" not in main_of(layer("int8"))
+    pool = model(
+        "g (float[1,4,8,8] x) => (int8[1,4,4,4] y) "
+        "{ p = AveragePool<kernel_shape=[2,2], strides=[2,2]>(x) y = QuantizeLinear(p, s, z) }",
+        s=np.float32(0.3), z=np.int8(0),
+    )  # fmt: skip
+    assert "R.divide" in main_of(pool)  # a mean of bytes is often a tie
+    tiny = layer("int8")
+    (scale,) = (t for t in tiny.graph.initializer if t.name == "t")
+    scale.CopyFrom(onnx.numpy_helper.from_array(np.float32(1e-40), "t"))
+    assert "R.divide" in main_of(tiny)  # its inverse is infinite
+
+
+def test_equal_kernels_of_regions_are_compiled_once(tmp_path: Path) -> None:
+    """They have other weights."""
+    text = """
+    net (int8[1,16,8,8] q) => (int8[1,16,8,8] y) {
+      d = DequantizeLinear(q, s, z) c = Conv(d, w) q2 = QuantizeLinear(c, s, z)
+      d2 = DequantizeLinear(q2, s, z) c2 = Conv(d2, v) y = QuantizeLinear(c2, s, z)
+    }"""
+    w, v = ((RNG.standard_normal((16, 16, 1, 1)) / 4).astype(np.float32) for _ in range(2))
+    proto = model(text, s=np.float32(0.03), z=np.int8(0), w=w, v=v)
+    machine = detect()
+    types = types_of(proto, {})
+    regions = [region_of(proto.graph, nodes) for nodes in (range(3), range(3, 6))]
+    compiled = [compile_region(proto, region, types, machine) for region in regions]
+    functions, symbols = distinct(compiled)
+    assert set(symbols[0].values()) == set(functions)
+    assert set(symbols[1].values()) == set(functions)
+    path = tmp_path / "x.onnx"
+    built(proto, path)
+    feeds = {"q": numbers("int8", 1, 16, 8, 8)}
+    (y,), (expected,) = run(path, feeds, kernels=True), run(proto.SerializeToString(), feeds, exact=True)
+    assert np.abs(y.astype(int) - expected.astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("attributes", "known"),
+    [
+        ("kernel_shape=[3,3], strides=[2,2], ceil_mode=1", True),
+        ("kernel_shape=[2,2], strides=[3,3], ceil_mode=1", False),
+        ("kernel_shape=[3,3], strides=[2,2], pads=[0,0,1,1], ceil_mode=1", False),
+        ("kernel_shape=[3,3], strides=[2,2], pads=[1,1,0,0], ceil_mode=1", True),
+        ("kernel_shape=[2,2], strides=[3,3], dilations=[2,2], ceil_mode=1", True),
+    ],
+)
+def test_sizes_behind_pools_are_known_where_onnx_infers_them_right(attributes: str, known: bool) -> None:
+    proto = model(
+        f"g (float[1,2,10,10] x) => (float[1,2,H,W] y) {{ a = MaxPool<{attributes}>(x) y = Relu(a) }}"
+    )
+    types = types_of(proto, {})
+    assert types["y"].tensor_type.HasField("shape") is known
+    if known:
+        (y,) = run(proto.SerializeToString(), {"x": np.zeros((1, 2, 10, 10), np.float32)})
+        assert tuple(dim.dim_value for dim in types["y"].tensor_type.shape.dim) == y.shape
