@@ -25,9 +25,11 @@ _SUMS = frozenset(f"relax.{name}" for name in ("matmul", "nn.conv1d", "nn.conv2d
 def handle_bytes(module: Any) -> Any:
     """The module in which "main" transposes bytes before it dequantises them, transposes them with a kernel of ours
     where they are large enough for it, and quantises sums of products without divisions."""
+    from tvm import relax
+
     for replace in (_before_dequantising, _by_kernel, _by_factor):
         module = with_calls(module, replace)
-    return module
+    return relax.transform.DeadCodeElimination()(module)
 
 
 def _by_factor(call: Any, builder: Any) -> Any | None:
@@ -50,6 +52,9 @@ def _by_factor(call: Any, builder: Any) -> Any | None:
         factor = np.float32(1) / scale
     if not (np.isfinite(factor) & (np.abs(factor) >= np.finfo(np.float32).tiny)).all():
         return None
+    shape = sizes(call)
+    if factor.size == 1 and shape:  # as an operand, so that the kernels of layers with other scales are equal
+        factor = np.full(shape[-1:], factor.item(), np.float32)
     return relax.op.round(builder.emit(relax.op.multiply(quotient.args[0], constant(factor))))
 
 
