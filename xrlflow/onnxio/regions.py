@@ -118,7 +118,7 @@ def cut(
     minimum: int = 2,
 ) -> list[Region]:
     """The nodes for which `fits` holds, divided into convex regions of at least `minimum` nodes, as large as possible.
-    No region has a reader of a node for which `ends` holds.
+    No region has a reader of a node for which `ends` holds, unless the node makes a weight.
 
     A node that does not fit is a border, and so is the output of a node that `ends`. A node's level is the largest
     number of borders on a path to it. The regions are the connected parts of each level. They are convex, because a

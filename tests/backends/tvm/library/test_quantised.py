@@ -199,3 +199,71 @@ def test_sizes_behind_pools_are_known_where_onnx_infers_them_right(attributes: s
     if known:
         (y,) = run(proto.SerializeToString(), {"x": np.zeros((1, 2, 10, 10), np.float32)})
         assert tuple(dim.dim_value for dim in types["y"].tensor_type.shape.dim) == y.shape
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(float[N,4] a, float[N,4] b) => (int8[N,4] y) { c = Sub(b, a) r = Relu(c) y = QuantizeLinear(r, s, z) }",
+        "(float[N,4] a, float[N,4] b) => (int8[N,4] y, float[N,4] w) "
+        "{ w = Sub(b, a) c = Neg(w) y = QuantizeLinear(c, s, z) }",
+        "(float[N,4] a, float[N,4] b) => (float[N,4] y) "
+        "{ q = QuantizeLinear(v, s, z) d = DequantizeLinear(q, s, z) c = Sub(b, a) y = MatMul(c, d) }",
+    ],
+)
+def test_a_guard_passes_inputs_and_outputs_in_order(text: str, tmp_path: Path) -> None:
+    proto = model(f"g {text}", s=np.float32(0.1), z=np.int8(0), v=np.eye(4, dtype=np.float32))
+    used = {name for node in proto.graph.node for name in node.input}
+    for tensor in [t for t in proto.graph.initializer if t.name not in used]:
+        proto.graph.initializer.remove(tensor)
+    path = tmp_path / "x.onnx"
+    hybrid(proto, {"a": (3, 4), "b": (3, 4)}, detect()).save(path)
+    feeds = {name: RNG.standard_normal((3, 4)).astype(np.float32) for name in "ab"}
+    for y, expected in zip(
+        run(path, feeds, kernels=True), run(proto.SerializeToString(), feeds, exact=True), strict=True
+    ):
+        assert np.abs(y.astype(float) - expected).max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("(float[64] x) => (uint8[64] y) { a = Relu(x) y = QuantizeLinear(a, s1, z1) }", 0),
+        ("(uint8[64] x) => (float[64] y) { a = DequantizeLinear(x, s1, z1) y = Relu(a) }", 0),
+        (
+            "(float[4,64] x) => (int8[4,64] y) { a = Relu(x) b = Neg(a) y = QuantizeLinear<output_dtype=3>(b, s) }",
+            0,
+        ),
+        ("(float[4,64] x) => (uint8[4,64] y) { a = Relu(x) b = Neg(a) y = QuantizeLinear(b, none) }", 1),
+        (
+            "(uint8[8] x) => (float[8] y) { a = DequantizeLinear<axis=0, block_size=2>(x, s4) b = Relu(a) y = Neg(b) }",
+            1,
+        ),
+        (
+            "(uint8[32,20] x) => (float[32,20,2] y) "
+            "{ c = Cast<to=1>(x) d = Mul(c, k) t = Transpose<perm=[1,2,0]>(d) "
+            "u = Transpose<perm=[2,0,1]>(t) y = Relu(u) }",
+            0,
+        ),
+    ],
+)
+def test_parameters_are_lowered_or_refused_by_node(text: str, left: int, tmp_path: Path) -> None:
+    constants = {
+        "s": np.float32(0.05), "s1": np.float32([0.05]), "z1": np.uint8([3]), "none": np.float32(0),
+        "s4": np.float32([0.1, 0.2, 0.3, 0.4]), "k": np.float32([[[2]], [[3]]]),
+    }  # fmt: skip
+    proto = model(f"g {text}".replace("[32,20,2] y", "[2,32,20] y"), **constants)
+    used = {name for node in proto.graph.node for name in node.input}
+    for tensor in [t for t in proto.graph.initializer if t.name not in used]:
+        proto.graph.initializer.remove(tensor)
+    path = tmp_path / "x.onnx"
+    result = built(proto, path)
+    assert result.total - result.nodes == left, result.remarks
+    shape = [dim.dim_value for dim in proto.graph.input[0].type.tensor_type.shape.dim]
+    kind = "uint8" if proto.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.UINT8 else "float32"
+    x = numbers("uint8", *shape) if kind == "uint8" else RNG.standard_normal(shape).astype(np.float32)
+    (y,) = run(path, {"x": x}, kernels=True)
+    (expected,) = run(proto.SerializeToString(), {"x": x}, exact=True)
+    assert y.dtype == expected.dtype
+    if "none" not in text:  # what a scale of 0 gives is not defined
+        assert np.allclose(y, expected, atol=1e-5)

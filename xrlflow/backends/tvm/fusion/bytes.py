@@ -84,7 +84,7 @@ def _before_dequantising(call: Any, builder: Any) -> Any | None:
     while operator(x) in _ARITHMETIC and (operand := _turned(x.args[1], shape, axes)) is not None:
         steps.append((x.op, operand))
         x = _bound(x.args[0], builder)
-    if operator(x) != "relax.astype" or str(x.args[0].ty.dtype) not in _BYTES:
+    if operator(x) != "relax.astype" or str(x.args[0].ty.dtype) not in _BYTES or sizes(x) != shape:
         return None
     moved = builder.emit(relax.op.permute_dims(x.args[0], list(axes)))
     result = relax.op.astype(moved, str(x.ty.dtype))
@@ -115,8 +115,10 @@ def _by_kernel(call: Any, builder: Any) -> Any | None:
     """The kernel's call for a transposition of bytes that swaps two neighbouring groups of dimensions."""
     from tvm import relax
 
-    kind, shape = str(call.ty.dtype), sizes(call.args[0]) if call.args else None
-    if operator(call) != "relax.permute_dims" or kind not in _BYTES or shape is None:
+    if operator(call) != "relax.permute_dims":
+        return None
+    kind, shape = str(call.ty.dtype), sizes(call.args[0])
+    if kind not in _BYTES or shape is None:
         return None
     axes = axes_of(call)
     first = next((at for at, axis in enumerate(axes) if axis != at), len(axes))

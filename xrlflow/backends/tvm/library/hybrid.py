@@ -249,6 +249,8 @@ def _compiled(
     fits = _fitting(types, {tensor.name for tensor in model.graph.initializer})
     undivided = all(fits(node) and not _ends(node) for node in model.graph.node) and whole.nodes
     parts = [whole] if undivided else cut(model.graph, fits, _ends)
+    if len(parts) == 1 and len(parts[0].nodes) == len(model.graph.node):
+        parts = [whole]  # whose inputs and outputs have the order of the graph's, as a guard needs them
     regions: dict[str, Region] = {}
     kernels: dict[str, CompiledRegion] = {}
     remarks: list[str] = []

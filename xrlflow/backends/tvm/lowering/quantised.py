@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from onnx import TensorProto
 
 from xrlflow.backends.tvm.toolchain.imported import Imported
 from xrlflow.backends.tvm.toolchain.reading import constant, known_value
 
 _LIMITS = {"int8": (-128.0, 127.0), "uint8": (0.0, 255.0)}
+# The types by ONNX's numbers, and the default.
+_KINDS = {0: "uint8", int(TensorProto.UINT8): "uint8", int(TensorProto.INT8): "int8"}
 
 
 def quantized(node: Imported) -> Any:
@@ -20,7 +23,11 @@ def quantized(node: Imported) -> Any:
 
     x = node.inputs[0]
     scale, zero = _parameters(node, x)
-    kind = "uint8" if node.given(2) is None else str(node.inputs[2].ty.dtype)
+    kind = _KINDS.get(int(node.attributes.get("output_dtype", 0)), "other")
+    if node.given(2) is not None:
+        kind = str(node.inputs[2].ty.dtype)
+    if not scale.all():
+        raise node.refused("with a scale of 0")
     if kind not in _LIMITS or str(x.ty.dtype) != "float32":
         raise node.refused("of other types than float32 and bytes")
     constants = known_value(x)
@@ -65,10 +72,11 @@ def _parameters(node: Imported, x: Any) -> tuple[npt.NDArray[np.float32], npt.ND
         raise node.refused("with parameters that are computed")
     if zero is None:
         zero = np.zeros(scale.shape, np.float32)
-    if scale.dtype != np.float32 or scale.ndim > 1 or scale.shape != zero.shape:
+    blocks = scale.ndim > 1 or node.attributes.get("block_size", 0)
+    if scale.dtype != np.float32 or blocks or scale.size != zero.size:
         raise node.refused("with a scale of another type, or for blocks")
-    if scale.ndim == 0:
-        return scale, zero.astype(np.float32)
+    if scale.size == 1:
+        return scale.reshape(()), zero.astype(np.float32).reshape(())
     rank = len(x.ty.shape.values)
     shape = [1] * rank
     shape[int(node.attributes.get("axis", 1))] = -1

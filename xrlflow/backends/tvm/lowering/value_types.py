@@ -74,8 +74,8 @@ def _may_begin_in_padding(node: NodeProto) -> bool:
     """Whether the last window of a pool with ceil_mode may begin behind the image. It does not if nothing is padded
     there and no stride is larger than a window."""
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute if a.name in _WINDOWS}
-    if not attributes.get("ceil_mode"):
-        return False
+    if not attributes.get("ceil_mode") or "kernel_shape" not in attributes:
+        return bool(attributes.get("ceil_mode"))
     taps = attributes["kernel_shape"]
     ones = [1] * len(taps)
     spans = [(n - 1) * by + 1 for n, by in zip(taps, attributes.get("dilations", ones))]
