@@ -29,8 +29,9 @@ from bench import latency, pages
 from xrlflow.backends.library_files import library_path
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.library.code_generation import compile_region
 from xrlflow.backends.tvm.library.hybrid import hybrid
-from xrlflow.backends.tvm.library.kernel_library import compile_region, kernel_library
+from xrlflow.backends.tvm.library.kernel_library import kernel_library
 from xrlflow.backends.tvm.lowering.value_types import types_of
 from xrlflow.onnxio import ImportedModel, load, save, to_proto
 from xrlflow.onnxio.regions import region_of, with_functions

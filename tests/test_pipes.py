@@ -326,13 +326,17 @@ def test_ctrl_c_while_it_reads_a_pipe(tmp_path: Path) -> None:
 def test_sigterm_does_not_wait_for_a_kernel_that_is_compiled(path: Path, tmp_path: Path) -> None:
     compiling = (
         "import time, xrlflow.api\n"
-        "from xrlflow.backends.tvm.library import kernel_library\n"
+        "from xrlflow.backends.tvm.library import code_generation\n"
         "from xrlflow.cli.program import main\n"
         "def compile(*arguments):\n"
         "    print('begun', flush=True)\n"
         "    time.sleep(60)\n"
-        "kernel_library._object_file = compile\n"
-        "xrlflow.api.run_once = lambda *a, **o: kernel_library._object_code({'a': None}, None)\n"
+        "code_generation._object_file = compile\n"
+        "def run(*a, **o):\n"
+        "    with code_generation.CodeGenerator(None) as generator:\n"
+        "        generator.generate({'a': None})\n"
+        "        generator.objects()\n"
+        "xrlflow.api.run_once = run\n"
         "main()\n"
     )
     temporary = tmp_path / "temporary"

@@ -18,12 +18,8 @@ from onnx import ModelProto
 
 from xrlflow.backends.protocol import Array
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.library.kernel_library import (
-    CompiledRegion,
-    KernelLibrary,
-    compile_region,
-    kernel_library,
-)
+from xrlflow.backends.tvm.library.code_generation import CompiledRegion, compile_region
+from xrlflow.backends.tvm.library.kernel_library import KernelLibrary, kernel_library
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.onnxio.regions import Region, region_of, with_functions
 

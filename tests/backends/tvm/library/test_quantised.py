@@ -15,8 +15,8 @@ from xrlflow.backends.library_files import library_path
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion.bytes import handle_bytes
 from xrlflow.backends.tvm.kernels.byte_moves import transposition
+from xrlflow.backends.tvm.library.code_generation import CodeGenerator, compile_region
 from xrlflow.backends.tvm.library.hybrid import Hybrid, hybrid
-from xrlflow.backends.tvm.library.kernel_library import compile_region, distinct
 from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.lowering.value_types import types_of
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
@@ -170,9 +170,11 @@ def test_equal_kernels_of_regions_are_compiled_once(tmp_path: Path) -> None:
     types = types_of(proto, {})
     regions = [region_of(proto.graph, nodes) for nodes in (range(3), range(3, 6))]
     compiled = [compile_region(proto, region, types, machine) for region in regions]
-    functions, symbols = distinct(compiled)
-    assert set(symbols[0].values()) == set(functions)
-    assert set(symbols[1].values()) == set(functions)
+    with CodeGenerator(machine) as generator:
+        for each in compiled:
+            generator.add(each)
+    assert set(generator.symbols[0].values()) == set(generator.symbols[1].values())
+    assert all(symbol.startswith("region0_") for symbol in generator.symbols[1].values())
     path = tmp_path / "x.onnx"
     built(proto, path)
     feeds = {"q": numbers("int8", 1, 16, 8, 8)}

@@ -15,21 +15,44 @@ import numpy as np
 
 from xrlflow.backends.tvm.fusion.layouts import ELEMENTWISE, axes_of
 from xrlflow.backends.tvm.kernels.byte_moves import BLOCK, transposition
+from xrlflow.backends.tvm.kernels.extremes import WIDTH, extremes
 from xrlflow.backends.tvm.toolchain.reading import constant, known_value, operator, sizes, with_calls
 
 _BYTES = ("int8", "uint8")
 _ARITHMETIC = ("relax.subtract", "relax.multiply")
+_SCALING = ("relax.multiply",)
 _SUMS = frozenset(f"relax.{name}" for name in ("matmul", "nn.conv1d", "nn.conv2d", "nn.conv3d"))
 
 
 def handle_bytes(module: Any) -> Any:
     """The module in which "main" transposes bytes before it dequantises them, transposes them with a kernel of ours
-    where they are large enough for it, and quantises sums of products without divisions."""
+    where they are large enough for it, quantises sums of products without divisions, and finds the least and the
+    greatest number of a tensor in one pass."""
     from tvm import relax
 
-    for replace in (_before_dequantising, _by_kernel, _by_factor):
+    for replace in (_before_dequantising, _by_kernel, _by_factor, _by_channel, _Extremes().replace):
         module = with_calls(module, replace)
     return relax.transform.DeadCodeElimination()(module)
+
+
+def _by_channel(call: Any, builder: Any) -> Any | None:
+    """An operand of one element that is computed, of a step after a sum of products, as one element for each channel,
+    which kernels take."""
+    from tvm import relax
+
+    shape = sizes(call, "float32")
+    if operator(call) not in _SCALING or not shape or len(shape) < 2:
+        return None
+    x, operand = call.args
+    single = sizes(operand, "float32")
+    if single is None or math.prod(single) != 1 or known_value(operand) is not None:
+        return None
+    total = _sum_in(x, builder)
+    if total is None or not str(getattr(total.attrs, "data_layout", "C")).endswith("C"):
+        return None
+    one = builder.emit(relax.op.reshape(operand, ())) if single else operand
+    channels = builder.emit(relax.op.broadcast_to(one, shape[-1:]))
+    return relax.Call(call.op, [x, channels])
 
 
 def _by_factor(call: Any, builder: Any) -> Any | None:
@@ -46,7 +69,7 @@ def _by_factor(call: Any, builder: Any) -> Any | None:
     ):
         return None
     scale = known_value(quotient.args[1])
-    if scale is None or not _is_sum(quotient.args[0], builder):
+    if scale is None or _sum_in(quotient.args[0], builder) is None:
         return None
     with np.errstate(all="ignore"):
         factor = np.float32(1) / scale
@@ -58,18 +81,18 @@ def _by_factor(call: Any, builder: Any) -> Any | None:
     return relax.op.round(builder.emit(relax.op.multiply(quotient.args[0], constant(factor))))
 
 
-def _is_sum(expression: Any, builder: Any) -> bool:
-    """Whether operators on single elements compute an expression from a sum of products."""
+def _sum_in(expression: Any, builder: Any) -> Any | None:
+    """The sum of products from which operators on single elements compute an expression."""
     pending, seen = [expression], set[Any]()
     while pending:
         each = pending.pop()
         value = _bound(each, builder)
         if operator(value) in _SUMS:
-            return True
+            return value
         if operator(value) in ELEMENTWISE and each not in seen:
             seen.add(each)
             pending.extend(value.args)
-    return False
+    return None
 
 
 def _before_dequantising(call: Any, builder: Any) -> Any | None:
@@ -132,3 +155,26 @@ def _by_kernel(call: Any, builder: Any) -> Any | None:
     assert result is not None
     kernel = builder.add_func(transposition((batch, rows, columns), shape, result, kind), "transposed_bytes")
     return relax.call_tir(kernel, [call.args[0]], relax.TensorType(result, kind))
+
+
+class _Extremes:
+    """Replaces the least and the greatest number of a whole tensor by the results of one kernel."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Any] = {}
+
+    def replace(self, call: Any, builder: Any) -> Any | None:
+        from tvm import relax
+
+        if operator(call) not in ("relax.min", "relax.max"):
+            return None
+        x, shape, axes = call.args[0], sizes(call.args[0], "float32"), call.attrs.axis
+        if shape is None or math.prod(shape) < WIDTH or call.attrs.keepdims:
+            return None
+        if axes is not None and len(axes) < len(shape):
+            return None
+        if x not in self._found:
+            kernel = builder.add_func(extremes(shape), "extremes")
+            kinds = [relax.TensorType((), "float32")] * 2
+            self._found[x] = builder.emit(relax.call_tir(kernel, [x], kinds))
+        return relax.TupleGetItem(self._found[x], int(operator(call) == "relax.max"))

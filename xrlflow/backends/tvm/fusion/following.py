@@ -63,7 +63,7 @@ class Function:
         """The longest sequence of steps after a variable whose intermediate results no other operator reads. Variables
         in `excluded` are not used as steps.
 
-        `by_channel`: only steps whose further operands are numbers, or one number for each channel.
+        `by_channel`: only steps whose further operands are constants: numbers, or one number for each channel.
         `to_bytes`: the last step may convert results to bytes.
         """
         out = sizes(self.values[variable])
@@ -73,7 +73,7 @@ class Function:
         best = Followed((), (), frozenset(numbered), variable)
         for each in self._after(variable):
             step = self._step(each, numbered, out) if each not in excluded else None
-            if step is None or (by_channel and Extra(False) in step[0].operands):
+            if step is None or (by_channel and not all(map(_is_constant, step[1]))):
                 break
             if step[0].operator in CASTS and not to_bytes:
                 break
@@ -122,6 +122,12 @@ class Function:
         return Step(operator(call), tuple(operands)), extras
 
 
+def _is_constant(expression: Any) -> bool:
+    from tvm.ir import GenericConst
+
+    return isinstance(expression, GenericConst)
+
+
 def _operand(expression: Any, out: tuple[int, ...]) -> tuple[float | Extra, list[Any]] | None:
     """An operand of a step: a number, one number for each channel, or a tensor of the result's shape; None for any
     other."""
@@ -132,6 +138,8 @@ def _operand(expression: Any, out: tuple[int, ...]) -> tuple[float | Extra, list
         return None
     if shape == out:
         return Extra(False), [expression]
+    if shape == out[-1:] and not isinstance(expression, GenericConst):
+        return Extra(True), [expression]
     if isinstance(expression, GenericConst):
         array = expression.value.numpy()
         if array.size == 1:

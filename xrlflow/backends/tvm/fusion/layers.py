@@ -34,7 +34,14 @@ from xrlflow.backends.tvm.kernels.layer_kernels import (
 )
 from xrlflow.backends.tvm.kernels.winograd_errors import relative_errors
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
-from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, weights_from_memory
+from xrlflow.backends.tvm.toolchain.reading import (
+    constant,
+    known_value,
+    numbers,
+    operator,
+    sizes,
+    weights_from_memory,
+)
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 _LAYOUTS = {
@@ -164,8 +171,10 @@ def _tiled(match: Match, option: AlgorithmOption, machine: Machine) -> Replaceme
     if option.blocking == usual or option.blocking not in others:
         return None
     values = tuple(
-        x.value.numpy() if extra.by_channel else None for x, extra in zip(match.extras, workload.extras)
+        known_value(x) if extra.by_channel else None for x, extra in zip(match.extras, workload.extras)
     )
+    if any(value is None and extra.by_channel for value, extra in zip(values, workload.extras)):
+        return None
     variables = {"image": image, **{f"extra{i}": x for i, x in enumerate(match.extras)}}
     alone = tiles.only_kernel(tiles.fused(workload, machine))
     kernel = None if alone is None else tiles.tiled(alone, option.blocking, machine)

@@ -17,13 +17,8 @@ from onnx import GraphProto, ModelProto, NodeProto, TypeProto
 from xrlflow.backends.library_files import check_library_path, library_path
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, AlgorithmChoice, Algorithms
-from xrlflow.backends.tvm.library.kernel_library import (
-    BuiltLibrary,
-    CompiledRegion,
-    KernelLibrary,
-    compile_region,
-    kernel_library,
-)
+from xrlflow.backends.tvm.library.code_generation import CodeGenerator, CompiledRegion, compile_region
+from xrlflow.backends.tvm.library.kernel_library import BuiltLibrary, KernelLibrary, kernel_library
 from xrlflow.backends.tvm.lowering.importer import NodeRefused, unsupported
 from xrlflow.backends.tvm.lowering.value_types import types_of
 from xrlflow.backends.tvm.toolchain.target import Machine
@@ -49,7 +44,7 @@ from xrlflow.storage import files
 # slowly than ONNX Runtime does, or return another index if numbers are infinite.
 _ON_RUNTIME = frozenset(
     {"ArgMax", "ArgMin", "Compress", "NonMaxSuppression", "NonZero", "Unique"}
-    | {"ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
+    | {"ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
 )
 # Operators whose results may be integers: they move integers, or convert other types to integers. Integer arithmetic
 # wraps around in ONNX Runtime, while a C compiler assumes that it does not.
@@ -61,6 +56,7 @@ _MOVES = frozenset(
         "Constant",
         "ConstantOfShape",
         "DepthToSpace",
+        "DynamicQuantizeLinear",
         "Expand",
         "Flatten",
         "Gather",
@@ -150,12 +146,13 @@ def hybrid(
     if not opened:
         large = weight_bytes(model.graph) > EXTERNAL_ABOVE
         whole = region_of(model.graph, range(len(model.graph.node)))
-        compiled = _compiled(model, whole, machine, algorithms, weights_as_inputs=large)
+        with CodeGenerator(machine) as generator:
+            compiled = _compiled(model, whole, machine, algorithms, generator, weights_as_inputs=large)
 
-        def carrying(domain: str) -> ModelProto:
-            return with_functions(model, compiled.regions, domain, weights_as_inputs=large)
+            def carrying(domain: str) -> ModelProto:
+                return with_functions(model, compiled.regions, domain, weights_as_inputs=large)
 
-        library = kernel_library(compiled.compiled, machine, _computed(carrying))
+            library = kernel_library(compiled.compiled, machine, _computed(carrying), generator)
         carrier = carrying(library.domain)
         return Hybrid(
             carrier,
@@ -184,22 +181,23 @@ def _guarded(
     """Compile kernels for each of the requested sets of sizes of the open inputs (inputs with open dimensions)."""
     parts = []
     outputs = whole_region(model.graph).outputs
-    for number, sizes in enumerate(requested):
-        fixed = _with_sizes(model, sizes)
-        prefix = f"Size{number}_" if len(requested) > 1 else ""
-        whole = whole_region(fixed.graph, outputs)
-        parts.append((fixed, _compiled(fixed, whole, machine, algorithms, prefix)))
-    compiled = {name: region for _, compiled_part in parts for name, region in compiled_part.compiled.items()}
+    with CodeGenerator(machine) as generator:
+        for number, sizes in enumerate(requested):
+            fixed = _with_sizes(model, sizes)
+            prefix = f"Size{number}_" if len(requested) > 1 else ""
+            whole = whole_region(fixed.graph, outputs)
+            parts.append((fixed, _compiled(fixed, whole, machine, algorithms, generator, prefix)))
+        compiled = {name: region for _, part in parts for name, region in part.compiled.items()}
 
-    def carrying(domain: str) -> ModelProto:
-        carrier = model
-        for (fixed, compiled_part), sizes in zip(parts, requested):
-            name = next(iter(compiled_part.regions))
-            inner = None if compiled_part.whole else with_functions(fixed, compiled_part.regions, domain)
-            carrier = with_guard(carrier, name, sizes, domain, inner)
-        return carrier
+        def carrying(domain: str) -> ModelProto:
+            carrier = model
+            for (fixed, compiled_part), sizes in zip(parts, requested):
+                name = next(iter(compiled_part.regions))
+                inner = None if compiled_part.whole else with_functions(fixed, compiled_part.regions, domain)
+                carrier = with_guard(carrier, name, sizes, domain, inner)
+            return carrier
 
-    library = kernel_library(compiled, machine, _computed(carrying))
+        library = kernel_library(compiled, machine, _computed(carrying), generator)
     carrier, first = carrying(library.domain), parts[0][1]
     return Hybrid(carrier, library, tuple(first.regions.values()), first.total, first.remarks, first.chosen)
 
@@ -237,11 +235,13 @@ def _compiled(
     whole: Region,
     machine: Machine,
     algorithms: Algorithms,
+    generator: CodeGenerator,
     prefix: str = "",
     *,
     weights_as_inputs: bool = False,
 ) -> _Compiled:
-    """Compile the regions of a model of fixed sizes: `whole` if each node can be lowered, otherwise parts of it.
+    """Compile the regions of a model of fixed sizes: `whole` if each node can be lowered, otherwise parts of it. Each
+    is added to the generator as soon as it is lowered.
 
     Raises BackendError if no part can be lowered.
     """
@@ -275,6 +275,7 @@ def _compiled(
             continue
         name = f"{prefix}Region_{len(regions)}"
         regions[name], kernels[name] = region, compiled
+        generator.add(compiled)
     if not regions:
         raise BackendError(remarks[0] if remarks else _nothing_fits(types))
     return _Compiled(regions, kernels, len(model.graph.node), tuple(remarks))
@@ -284,7 +285,7 @@ def _ends(node: NodeProto) -> bool:
     """Whether a region ends with a node. Bytes leave the region, so that verification can compare them with those of
     the original: a tie that a kernel rounds the other way changes everything after it.
     """
-    return node.op_type == "QuantizeLinear"
+    return node.op_type in ("DynamicQuantizeLinear", "QuantizeLinear")
 
 
 def _nothing_fits(types: Mapping[str, TypeProto]) -> str:

@@ -10,25 +10,14 @@ import hashlib
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import onnx
-from onnx import ModelProto, TypeProto
 
-from xrlflow.backends.interrupts import COMPILING, heeding_interrupts
-from xrlflow.backends.limits import available_cpus
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.fusion.checks import Check
-from xrlflow.backends.tvm.fusion.fuse import fuse
-from xrlflow.backends.tvm.fusion.layers import chosen_in
-from xrlflow.backends.tvm.fusion.open_sizes import answering
-from xrlflow.backends.tvm.fusion.slices import in_place
-from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, AlgorithmChoice, Algorithms
-from xrlflow.backends.tvm.lowering.executable import schedule_all
-from xrlflow.backends.tvm.lowering.importer import import_model
+from xrlflow.backends.tvm.library.code_generation import CodeGenerator, CompiledRegion
 from xrlflow.backends.tvm.lowering.plan import (
     ALIGNMENT,
     COPY,
@@ -36,14 +25,9 @@ from xrlflow.backends.tvm.lowering.plan import (
     Location,
     Tensor,
     np_dtype,
-    plan_of,
-    sequence,
 )
-from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine, compiler, instructions, linker
-from xrlflow.backends.tvm.toolchain.unaligned import marked
 from xrlflow.onnxio.region_digest import DIGITS
-from xrlflow.onnxio.regions import Region, extracted
 from xrlflow.storage import files
 
 NATIVE = Path(__file__).parent / "native"
@@ -59,55 +43,9 @@ _RUNTIME = b"TVMFFIEnvModLookupFromImports"
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
 # A parallel loop has this many parts for each core, so that a core that other programs disturb can run fewer of them.
 _TASKS_PER_CORE = 4
-_OBJECTS = 8
-"""The number of object files of a library."""
 _LONGEST_NAME = 100
 """The greatest length of a name in an error message, so that the other words of the message fit (TEXT of
 `native/runtime.c`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledRegion:
-    """A region's execution plan, and the module with its kernels. `inputs` and `outputs`: their names in the model.
-
-    `weights`: further inputs of the region's node, with their types as ONNX numbers them. Kernels do not read these
-    inputs, since the library has copies of the weights. `chosen`: the algorithms that were chosen for layers.
-    """
-
-    plan: ExecutionPlan
-    module: Any
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    weights: tuple[tuple[str, int], ...] = ()
-    chosen: tuple[AlgorithmChoice, ...] = ()
-
-
-def compile_region(
-    model: ModelProto,
-    region: Region,
-    types: Mapping[str, TypeProto],
-    machine: Machine,
-    *,
-    weights_as_inputs: bool = False,
-    channels_last: bool | None = None,
-    algorithms: Algorithms = DEFAULT,
-) -> CompiledRegion:
-    """Lower and schedule a region of a model. The inputs and outputs of its node have the region's order, which may
-    differ from the model's.
-
-    `types`: the types, with fixed sizes, of the values that cross the region's border. `weights_as_inputs`: see
-    `regions.with_functions`. `channels_last`, `algorithms`: see `fusion.fuse`. Raises BackendError for models that
-    cannot be lowered (see `importer.import_model`), or not without TVM's runtime.
-    """
-    part = extracted(model, region, types)
-    module = import_model(part)
-    fused = fuse(module, machine, channels_last, algorithms)
-    scheduled = schedule_all(fused, machine)
-    with answering("compile", scheduled), machine.target(), heeding_interrupts():
-        listed = in_place(sequence(scheduled), machine)
-        plan = plan_of(listed)
-    ignored = [(t.name, t.data_type) for t in part.graph.initializer] if weights_as_inputs else []
-    return CompiledRegion(plan, listed, region.inputs, region.outputs, tuple(ignored), chosen_in(fused))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,79 +138,30 @@ def _put(path: Path, build: Callable[[Path], Path]) -> None:
 
 
 def kernel_library(
-    regions: Mapping[str, CompiledRegion], machine: Machine, computed: str = DIGITS * "0"
+    regions: Mapping[str, CompiledRegion],
+    machine: Machine,
+    computed: str = DIGITS * "0",
+    generator: CodeGenerator | None = None,
 ) -> KernelLibrary:
-    """Generate code for regions. `computed`: the digest of what they compute (`region_digest`).
+    """Generate code for regions. `computed`: the digest of what they compute (`region_digest`). `generator`: one to
+    which the regions were added already.
 
     Raises BackendError if TVM refuses a kernel, or if a kernel needs TVM's runtime.
     """
-    functions, symbols = distinct(regions.values())
-    code = _object_code(functions, machine)
+    if generator is None:
+        with CodeGenerator(machine) as own:
+            for region in regions.values():
+                own.add(region)
+            return kernel_library(regions, machine, computed, own)
+    code = generator.objects()
     if any(_RUNTIME in part for part in code):
         raise BackendError("a kernel calls a function of TVM's runtime")
     constants, offsets = _shared_constants(region.plan for region in regions.values())
-    tables = "".join(_tables(regions, symbols, offsets, machine))
+    tables = "".join(_tables(regions, generator.symbols, offsets, machine))
     digest = hashlib.blake2b(digest_size=DIGITS // 2)
     for part in (*code, tables.encode(), *(array.tobytes() for array in constants)):
         digest.update(part)
     return KernelLibrary(machine, code, tables, constants, f"xrlflow.{digest.hexdigest()}{computed}")
-
-
-def distinct(regions: Iterable[CompiledRegion]) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """The kernels of all regions by symbol, equal ones only once, and for each region the symbols of its kernels."""
-    from tvm_ffi import structural_equal, structural_hash
-
-    functions: dict[str, Any] = {}
-    symbols: list[dict[str, str]] = []
-    known: dict[int, list[tuple[str, Any]]] = {}
-    for index, region in enumerate(regions):
-        called, crossing = region.plan.kernels(), region.plan.crossing()
-        symbols.append({})
-        for name, function in region.module.functions.items():
-            if name.name_hint in called:
-                kernel = marked(function) if name.name_hint in crossing else function
-                kernel = kernel.without_attr("global_symbol")
-                alike = known.setdefault(structural_hash(kernel), [])
-                symbol = next((other for other, each in alike if structural_equal(each, kernel)), None)
-                if symbol is None:
-                    symbol = f"region{index}_{name.name_hint}"
-                    alike.append((symbol, kernel))
-                    functions[symbol] = kernel.with_attr("global_symbol", symbol)
-                symbols[index][name.name_hint] = symbol
-    return functions, symbols
-
-
-def _object_code(functions: Mapping[str, Any], machine: Machine) -> tuple[bytes, ...]:
-    """Object files of functions, generated by as many threads as may run at once. The result is empty if all regions
-    only copy. The number of files does not depend on this machine, because the library's name depends on it."""
-    names = list(functions)
-    count = min(_OBJECTS, len(names))
-    # Functions that take long to compile are similar and follow one another, so each file gets every `count`-th
-    # function.
-    shares = [{name: functions[name] for name in names[number::count]} for number in range(count)]
-    # The folder is not created by the threads. When the program has to end, it does not wait for the threads, but it
-    # removes the folder with all that they wrote.
-    with heeding_interrupts(), tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
-        paths = [Path(folder) / f"kernels{number}.o" for number in range(count)]
-        pool = ThreadPoolExecutor(available_cpus(), COMPILING)
-        try:
-            objects = tuple(pool.map(lambda share, path: _object_file(share, machine, path), shares, paths))
-        except (Exception, KeyboardInterrupt):
-            pool.shutdown(cancel_futures=True)  # threads that go on would disturb the next measurement
-            raise
-        except BaseException:  # the program is to end, and one function may take a minute
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        pool.shutdown()
-        return objects
-
-
-def _object_file(functions: Mapping[str, Any], machine: Machine, path: Path) -> bytes:
-    package = tvm()
-    with answering("compile"), machine.target(), package.transform.PassContext(opt_level=3):
-        built = package.tirx.build(package.IRModule(dict(functions)), machine.target())
-        built.write_to_file(str(path), "o")
-        return path.read_bytes()
 
 
 def _shared_constants(plans: Iterable[ExecutionPlan]) -> tuple[tuple[Array, ...], list[list[int]]]:

@@ -29,8 +29,9 @@ from xrlflow.backends.onnxruntime import Options, open_model, with_library
 from xrlflow.backends.protocol import Array, BackendError
 from xrlflow.backends.system_load import waited
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms
+from xrlflow.backends.tvm.library.code_generation import CompiledRegion, compile_region
 from xrlflow.backends.tvm.library.hybrid import takes
-from xrlflow.backends.tvm.library.kernel_library import CompiledRegion, compile_region, kernel_library
+from xrlflow.backends.tvm.library.kernel_library import kernel_library
 from xrlflow.backends.tvm.lowering.value_types import types_of
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine

@@ -15,7 +15,7 @@ import numpy as np
 from xrlflow.backends.tvm.kernels.elementwise import celu, normalized, with_exponent
 from xrlflow.backends.tvm.kernels.scanning import greatest, running_sums
 from xrlflow.backends.tvm.lowering.einsum import legal_einsum
-from xrlflow.backends.tvm.lowering.quantised import dequantized, quantized
+from xrlflow.backends.tvm.lowering.quantised import dequantized, dynamically_quantized, quantized
 from xrlflow.backends.tvm.toolchain.imported import Imported
 from xrlflow.backends.tvm.toolchain.reading import constant, known_value, sizes
 
@@ -313,6 +313,7 @@ _LOWERED: Mapping[str, Callable[[Imported], Any | None]] = {
     "CumSum": running_sums,
     "DequantizeLinear": dequantized,
     "Dropout": _dropout,
+    "DynamicQuantizeLinear": dynamically_quantized,
     "Einsum": _einsum,
     "GridSample": _grid_sample,
     "IsInf": _is_infinite,
