@@ -27,8 +27,9 @@ _FEWEST_PROCESSES = 8
 _LOADING_TVM = 4.0
 # Verification: seconds besides runs, and runs of the original and the result together.
 _VERIFYING, _VERIFYING_RUNS = 2.5, 16
-# What is added for a quantised model, whose layers are evaluated one by one.
-_BY_LAYERS, _BY_LAYERS_RUNS = 6.0, 60
+# What is added for a quantised model, whose layers are evaluated one by one: seconds, runs, and sessions (of copies
+# that show these layers, and of both models at several levels of optimisation).
+_BY_LAYERS, _BY_LAYERS_RUNS, _BY_LAYERS_SESSIONS = 6.0, 60, 12
 # One comparison of models in one process: the fewest and the most runs, and the runs that an interval needs.
 _COMPARE_RUNS_AT_LEAST, _COMPARE_RUNS = 8, 60
 _INTERVAL_RUNS = 40
@@ -106,7 +107,9 @@ class Budget:
 
     @property
     def _by_layers(self) -> float:
-        return _BY_LAYERS + _BY_LAYERS_RUNS * self.latency if self.verifying and self.quantised else 0.0
+        if not self.verifying or not self.quantised:
+            return 0.0
+        return _BY_LAYERS + _BY_LAYERS_RUNS * self.latency + _BY_LAYERS_SESSIONS * self.loading
 
     @property
     def comparison(self) -> float:

@@ -249,7 +249,7 @@ def evaluate_layers(
     graph, goals = layers.graph, frozenset(wanted)
     last = {value: at for at, node in enumerate(order) for value in node.inputs}
     lift = _single if rounded else _double
-    arrays: dict[Value, Array] = {v: lift(np.asarray(a)) for v, a in feeds.items()}
+    arrays: dict[Value, Array] = {v: lift(np.asarray(a)) for v, a in feeds.items() if v in last or v in goals}
     layers_found: dict[Value, Layer] = {}
     plain: dict[Value, Array] = {}
 

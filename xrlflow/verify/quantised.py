@@ -20,6 +20,7 @@ runtimes' own errors never count.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ import numpy as np
 
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, OutOfTime
+from xrlflow.common import deadline
 from xrlflow.ir import Value
 from xrlflow.onnxio import ImportedModel
 from xrlflow.verify.compare import Criterion, Exemption, Judgement, by_deviation, is_float, judge_floats, wide
@@ -63,6 +65,8 @@ _VARIED = 3
 _MOVES = 4
 # Once the samples have this many elements of quantised tensors, about 10 bytes each, no further ones are evaluated.
 _MOST_ELEMENTS = 30_000_000
+# How many times longer than its exact evaluation a set of inputs takes, with the comparisons of both models' parts.
+_COMPARED = 8
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -564,15 +568,18 @@ def _within(samples: Sequence[Sample], budget: float) -> list[Sample]:
 
 
 def _meanings(model: CutModel, samples: Sequence[Sample]) -> tuple[tuple[Meaning, ...], int]:
-    """A model's meanings on the first samples, as many as fit into memory, and the number of samples that do not.
+    """A model's meanings on the first samples, as many as fit into memory and into the time until the deadline, and the
+    number of samples that do not.
 
     Samples where a quantised tensor depends on NaN or infinities are left out: each runtime rounds NaN to another
     integer. Raises Unjudged.
     """
     meanings: list[Meaning] = []
-    elements = 0
+    elements, begin = 0, time.monotonic()
     for at, sample in enumerate(samples):
-        if elements >= _MOST_ELEMENTS:
+        each = (time.monotonic() - begin) / max(at, 1)
+        late = deadline.remaining() < _COMPARED * each * (len(meanings) + 1)
+        if elements >= _MOST_ELEMENTS or (meanings and late):
             return tuple(meanings), len(samples) - at
         finite = all(map(_is_finite, sample.feeds.values()))
         try:

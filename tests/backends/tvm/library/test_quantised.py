@@ -1,7 +1,10 @@
-"""QuantizeLinear and DequantizeLinear in generated kernels, compared with ONNX Runtime and with exact numbers."""
+"""QuantizeLinear, DequantizeLinear and DynamicQuantizeLinear in generated kernels, compared with ONNX Runtime and with
+exact numbers.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +183,140 @@ def test_equal_kernels_of_regions_are_compiled_once(tmp_path: Path) -> None:
     feeds = {"q": numbers("int8", 1, 16, 8, 8)}
     (y,), (expected,) = run(path, feeds, kernels=True), run(proto.SerializeToString(), feeds, exact=True)
     assert np.abs(y.astype(int) - expected.astype(int)).max() <= 1
+
+
+DYNAMIC = """
+net (float[1,24,H,W] x) => (uint8[1,40,H,W] y, float s, uint8 z, float[1,40,H,W] d2) {
+  q, sq, zq = DynamicQuantizeLinear(x)
+  d = DequantizeLinear(q, one, zq)
+  c = Conv<pads = [1,1,1,1]>(d, w)
+  m = Mul(sq, ws) e = Mul(c, m) b = Add(e, bias) r = Relu(b)
+  y, s, z = DynamicQuantizeLinear(r)
+  d2 = DequantizeLinear(y, s, z)
+}"""
+
+
+@pytest.mark.parametrize(("high", "across"), [(30, 30), (5, 7)])
+def test_a_layer_between_dynamic_quantisations(high: int, across: int, tmp_path: Path) -> None:
+    """Range, scale and zero point are computed by the kernels, and the scales of bytes and weights are a step of the
+    convolution's kernel."""
+    proto = model(
+        DYNAMIC.replace("H", str(high)).replace("W", str(across)),
+        one=np.float32(1), ws=np.float32(0.01), w=RNG.integers(-60, 60, (40, 24, 3, 3)).astype(np.float32),
+        bias=RNG.standard_normal((1, 40, 1, 1)).astype(np.float32),
+    )  # fmt: skip
+    path = tmp_path / "x.onnx"
+    result = built(proto, path)
+    ends = [proto.graph.node[region.nodes[-1]].op_type for region in result.regions]
+    assert ends == ["DynamicQuantizeLinear"]
+    assert [len(region.nodes) for region in result.regions] == [7]
+    assert [each.algorithm for each in result.chosen] != []
+    for scale in (1.0, 1e-3, 0.0):
+        x = (scale * RNG.standard_normal((1, 24, high, across))).astype(np.float32)
+        y, s, z, _ = run(path, {"x": x}, kernels=True)
+        expected = run(proto.SerializeToString(), {"x": x}, exact=True)
+        assert (y.dtype, s.shape, z.dtype, z) == (expected[0].dtype, (), expected[2].dtype, expected[2])
+        assert np.isclose(s, expected[1], rtol=1e-5, atol=0)
+        assert np.abs(y.astype(int) - expected[0].astype(int)).max() <= 1
+    if high == 5:
+        assert verify(proto, onnx.load(path)).verified
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (4, 8), (1, 33), (2, 3, 40), (7, 20_000), (1, 1)])
+def test_bytes_of_equal_numbers_are_equal(shape: tuple[int, ...], tmp_path: Path) -> None:
+    text = ",".join(map(str, shape))
+    proto = model(
+        f"g (float[{text}] x) => (uint8[{text}] y, float s, uint8 z) "
+        "{ a = Neg(x) y, s, z = DynamicQuantizeLinear(a) }"
+    )
+    path = tmp_path / "x.onnx"
+    assert built(proto, path).nodes == 2
+    for low, high in [(-1, 1), (2, 3), (-7, -1), (0, 0), (-1e-30, 1e30)]:
+        x = np.linspace(low, high, math.prod(shape)).astype(np.float32).reshape(shape)
+        mine = run(path, {"x": x}, kernels=True)
+        for a, b in zip(mine, run(proto.SerializeToString(), {"x": x}, exact=True), strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (
+            "(uint8[4,9] q, float s, uint8 z) => (float[4,9] y) { d = DequantizeLinear(q, s, z) y = Relu(d) }",
+            0,
+        ),
+        ("(uint8[4,9] q, float[1] s) => (float[4,9] y) { d = DequantizeLinear(q, s) y = Relu(d) }", 0),
+        ("(uint8[4,9] q, uint8[1] z) => (float[4,9] y) { d = DequantizeLinear(q, s1, z) y = Neg(d) }", 0),
+        ("(float[4,9] q, float s, int8 z) => (int8[4,9] y) { d = Relu(q) y = QuantizeLinear(d, s, z) }", 0),
+        (
+            "(uint8[4,9] q, float[4] s) => (float[4,9] y) "
+            "{ d = DequantizeLinear<axis = 0>(q, s) e = Relu(d) y = Neg(e) }",
+            1,
+        ),
+    ],
+)
+def test_parameters_may_be_computed(text: str, left: int, tmp_path: Path) -> None:
+    constants = {"s1": np.float32([0.05])} if "s1" in text else {}
+    proto, path = model(f"g {text}", **constants), tmp_path / "x.onnx"
+    result = built(proto, path)
+    assert result.total - result.nodes == left, result.remarks
+    feeds: dict[str, Array] = {}
+    for value in proto.graph.input:
+        kind = value.type.tensor_type
+        shape, dtype = (
+            [d.dim_value for d in kind.shape.dim],
+            onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type),
+        )
+        feeds[value.name] = np.asarray(RNG.random(shape) * 8 + 0.01).astype(dtype)
+    (y,), (expected,) = run(path, feeds, kernels=True), run(proto.SerializeToString(), feeds, exact=True)
+    assert np.array_equal(y, expected)
+
+
+def test_what_onnxruntime_fuses_with_an_integer_product_is_left_to_it() -> None:
+    text = """
+    net (float[4,32] x) => (float[4,16] y) {
+      r = Relu(x) n = Neg(r)
+      q, s, z = DynamicQuantizeLinear(n)
+      p = MatMulInteger(q, w, z) c = Cast<to = 1>(p)
+      m = Mul(s, ws) e = Mul(c, m) b = Add(e, bias) t = Tanh(b) y = Relu(t)
+    }"""
+    proto = model(
+        text, w=numbers("int8", 32, 16), ws=np.float32(0.01), bias=RNG.standard_normal(16).astype(np.float32)
+    )
+    result = hybrid(proto, {}, detect())
+    assert [[proto.graph.node[i].op_type for i in each.nodes] for each in result.regions] == [
+        ["Relu", "Neg"],
+        ["Tanh", "Relu"],
+    ]
+    del proto.graph.node[-4:]  # the sums of bytes, scaled, but no longer by one operator
+    proto.graph.node[-1].op_type = "Add"
+    proto.graph.node.append(onnx.helper.make_node("Relu", ["m"], ["v"]))
+    del proto.graph.output[:]
+    proto.graph.output.extend(
+        [onnx.helper.make_tensor_value_info("c", 1, [4, 16]), onnx.helper.make_tensor_value_info("v", 1, [])]
+    )
+    result = hybrid(proto, {}, detect())
+    assert ["Relu", "Neg", "DynamicQuantizeLinear"] in [
+        [proto.graph.node[i].op_type for i in each.nodes] for each in result.regions
+    ]
+
+
+def test_a_scale_within_an_inverted_residual(tmp_path: Path) -> None:
+    """A kernel for the entire block takes only constants for its steps."""
+    text = """
+    net (float[1,16,14,14] x, float m) => (float[1,16,14,14] y) {
+      a = Conv(x, e) am = Mul(a, m) ar = Relu(am)
+      d = Conv<pads = [1,1,1,1], group = 96>(ar, k) dm = Mul(d, m) dr = Relu(dm)
+      y = Conv(dr, p)
+    }"""
+    shapes = {"e": (96, 16, 1, 1), "k": (96, 1, 3, 3), "p": (16, 96, 1, 1)}
+    proto = model(text, **{n: RNG.standard_normal(s).astype(np.float32) / 4 for n, s in shapes.items()})
+    path = tmp_path / "x.onnx"
+    built(proto, path)
+    feeds = {"x": RNG.standard_normal((1, 16, 14, 14)).astype(np.float32), "m": np.asarray(0.7, np.float32)}
+    (y,), (expected,) = run(path, feeds, kernels=True), run(proto.SerializeToString(), feeds, exact=True)
+    assert np.allclose(y, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 from xrlflow.backends.tvm.fusion.layouts import ELEMENTWISE, axes_of
 from xrlflow.backends.tvm.kernels.byte_moves import BLOCK, transposition
 from xrlflow.backends.tvm.kernels.extremes import WIDTH, extremes
-from xrlflow.backends.tvm.toolchain.reading import constant, known_value, operator, sizes, with_calls
+from xrlflow.backends.tvm.toolchain.reading import bound, constant, known_value, operator, sizes, with_calls
 
 _BYTES = ("int8", "uint8")
 _ARITHMETIC = ("relax.subtract", "relax.multiply")
@@ -65,7 +65,7 @@ def _by_factor(call: Any, builder: Any) -> Any | None:
 
     if (
         operator(call) != "relax.round"
-        or operator(quotient := _bound(call.args[0], builder)) != "relax.divide"
+        or operator(quotient := bound(call.args[0], builder)) != "relax.divide"
     ):
         return None
     scale = known_value(quotient.args[1])
@@ -86,7 +86,7 @@ def _sum_in(expression: Any, builder: Any) -> Any | None:
     pending, seen = [expression], set[Any]()
     while pending:
         each = pending.pop()
-        value = _bound(each, builder)
+        value = bound(each, builder)
         if operator(value) in _SUMS:
             return value
         if operator(value) in ELEMENTWISE and each not in seen:
@@ -103,10 +103,10 @@ def _before_dequantising(call: Any, builder: Any) -> Any | None:
         return None
     axes, shape = axes_of(call), sizes(call.args[0])
     steps = []
-    x = _bound(call.args[0], builder)
+    x = bound(call.args[0], builder)
     while operator(x) in _ARITHMETIC and (operand := _turned(x.args[1], shape, axes)) is not None:
         steps.append((x.op, operand))
-        x = _bound(x.args[0], builder)
+        x = bound(x.args[0], builder)
     if operator(x) != "relax.astype" or str(x.args[0].ty.dtype) not in _BYTES or sizes(x) != shape:
         return None
     moved = builder.emit(relax.op.permute_dims(x.args[0], list(axes)))
@@ -114,14 +114,6 @@ def _before_dequantising(call: Any, builder: Any) -> Any | None:
     for op, operand in reversed(steps):
         result = relax.Call(op, [builder.emit(result), operand])
     return result
-
-
-def _bound(expression: Any, builder: Any) -> Any:
-    """The value of a variable of "main"; other expressions as they are."""
-    from tvm import relax
-
-    value = builder.lookup_binding(expression) if isinstance(expression, relax.Var) else expression
-    return expression if value is None else value
 
 
 def _turned(operand: Any, shape: Sequence[int] | None, axes: Sequence[int]) -> Any | None:

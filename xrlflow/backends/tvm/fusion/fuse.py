@@ -15,6 +15,7 @@ from xrlflow.backends.tvm.fusion.layers import choose_kernels
 from xrlflow.backends.tvm.fusion.layouts import counted_axes, keep_layouts, without_detours
 from xrlflow.backends.tvm.fusion.open_sizes import answering
 from xrlflow.backends.tvm.fusion.passes import Pass, applied
+from xrlflow.backends.tvm.fusion.pointwise import on_images
 from xrlflow.backends.tvm.fusion.transposed import by_phases
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
@@ -70,6 +71,7 @@ def passes(machine: Machine, channels_last: bool | None, algorithms: Algorithms)
         Pass("fold_constants", relax.transform.FoldConstant()),
         Pass("check_constants", check_constants),
         Pass("transposed_convolutions", by_phases),
+        Pass("pointwise", on_images),
         Pass("counted_axes", counted_axes),
         Pass("channels_last", channels_to_the_end),
         Pass("fold_moves", fold_moves),

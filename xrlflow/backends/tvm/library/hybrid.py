@@ -40,6 +40,7 @@ from xrlflow.onnxio.regions import (
 from xrlflow.onnxio.versions import opset_of
 from xrlflow.storage import files
 
+_DYNAMIC = "DynamicQuantizeLinear"
 # Operators that are left to ONNX Runtime. Their kernels call functions of TVM's runtime, or compute in integers more
 # slowly than ONNX Runtime does, or return another index if numbers are infinite.
 _ON_RUNTIME = frozenset(
@@ -56,7 +57,7 @@ _MOVES = frozenset(
         "Constant",
         "ConstantOfShape",
         "DepthToSpace",
-        "DynamicQuantizeLinear",
+        _DYNAMIC,
         "Expand",
         "Flatten",
         "Gather",
@@ -246,7 +247,8 @@ def _compiled(
     Raises BackendError if no part can be lowered.
     """
     types = types_of(model, {})
-    fits = _fitting(types, {tensor.name for tensor in model.graph.initializer})
+    weights = {tensor.name for tensor in model.graph.initializer}
+    fits = _fitting(types, weights, _integer_products(model.graph, weights))
     undivided = all(fits(node) and not _ends(node) for node in model.graph.node) and whole.nodes
     parts = [whole] if undivided else cut(model.graph, fits, _ends)
     if len(parts) == 1 and len(parts[0].nodes) == len(model.graph.node):
@@ -285,7 +287,7 @@ def _ends(node: NodeProto) -> bool:
     """Whether a region ends with a node. Bytes leave the region, so that verification can compare them with those of
     the original: a tie that a kernel rounds the other way changes everything after it.
     """
-    return node.op_type in ("DynamicQuantizeLinear", "QuantizeLinear")
+    return node.op_type in (_DYNAMIC, "QuantizeLinear")
 
 
 def _nothing_fits(types: Mapping[str, TypeProto]) -> str:
@@ -349,16 +351,20 @@ def open_inputs(model: ModelProto, requested: Sequence[Mapping[str, Sequence[int
 
 
 def _fitting(
-    types: Mapping[str, TypeProto], weights: AbstractSet[str] = frozenset()
+    types: Mapping[str, TypeProto],
+    weights: AbstractSet[str] = frozenset(),
+    left: AbstractSet[str] = frozenset(),
 ) -> Callable[[NodeProto], bool]:
     """A function that says whether a node can be in a region. The node must be a supported operator on tensors of fixed
     sizes and of floats in single precision, and must not be marked for ONNX Runtime.
 
     Integers and booleans may be moved, compared and converted. `weights` of float16 are converted when the region is
-    compiled.
+    compiled. Nodes that compute values in `left` do not fit.
     """
 
     def fits(node: NodeProto) -> bool:
+        if not left.isdisjoint(node.output):
+            return False
         if any(entry.key == ON_RUNTIME for entry in node.metadata_props):
             return False
         if node.op_type in _ON_RUNTIME or unsupported([(node.domain, node.op_type)]):
@@ -377,6 +383,39 @@ def _fitting(
         return not whole or node.op_type in _MOVES
 
     return fits
+
+
+def _integer_products(graph: GraphProto, weights: AbstractSet[str]) -> set[str]:
+    """The values around integer products that ONNX Runtime computes in one operator: DynamicQuantizeLinear,
+    MatMulInteger, Cast, Mul by the scales, and Add of a bias."""
+    readers: dict[str, list[NodeProto]] = {}
+    makers = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        for name in names_read(node):
+            readers.setdefault(name, []).append(node)
+
+    def reader(node: NodeProto, op: str) -> NodeProto | None:
+        """The only reader of a node's result, if it is this operator."""
+        found = readers.get(node.output[0], [])
+        return found[0] if len(found) == 1 and found[0].op_type == op else None
+
+    values: set[str] = set()
+    for product in graph.node:
+        cast = reader(product, "Cast") if product.op_type == "MatMulInteger" else None
+        scaled = None if cast is None else reader(cast, "Mul")
+        quantised = makers.get(product.input[0])
+        if cast is None or scaled is None or quantised is None or quantised.op_type != _DYNAMIC:
+            continue
+        biased = reader(scaled, "Add")
+        if biased is not None and not weights.isdisjoint(biased.input):
+            values.update(biased.output)
+        scales = (makers.get(name) for name in scaled.input if name not in cast.output)
+        for node in (cast, scaled, quantised, *scales):
+            if node is not None and (
+                node.op_type != "Mul" or node is scaled or quantised.output[1] in node.input
+            ):
+                values.update(node.output)
+    return values
 
 
 def takes(model: ModelProto, types: Mapping[str, TypeProto]) -> bool:

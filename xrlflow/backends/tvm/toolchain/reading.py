@@ -59,6 +59,14 @@ def with_main(module: Any, mutator: Any) -> Any:
     return result
 
 
+def bound(expression: Any, builder: Any) -> Any:
+    """The value of a variable of the function that a builder writes; other expressions as they are."""
+    from tvm import relax
+
+    value = builder.lookup_binding(expression) if isinstance(expression, relax.Var) else expression
+    return expression if value is None else value
+
+
 def constant(array: Any) -> Any:
     """A constant of the array's own type."""
     from tvm import relax
