@@ -136,3 +136,7 @@ def test_layers_of_a_quantised_model_take_time_to_verify() -> None:
     slow = Budget(0.0, 45.0, 0.07, 0.1, quantised=True)
     assert slow.ending == pytest.approx(slow.verification + slow.comparison / 3)
     assert slow.ending > 22.5
+    # Sessions of a large model count, but a busy machine on which one is slow to load leaves time for the rest.
+    large, busy = (Budget(0.0, 60.0, 0.02, loading, quantised=True) for loading in (0.4, 3.0))
+    assert large.verification > quantised.verification + 12 * 0.4
+    assert busy.select_until > 15.0

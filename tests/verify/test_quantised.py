@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -837,6 +839,16 @@ def test_what_is_kept_in_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> N
     result = original(net(), [{"x": normal(1, 4, 8, 8, seed=i)} for i in range(4)])
     assert result.judge(net().SerializeToString()).samples == 2
     assert any("on 2 of 4 sets of inputs" in note for note in result.notes)
+
+
+def test_fewer_sets_are_judged_if_there_is_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at least, and as many as take less time than there is with all that follows."""
+    seconds = iter(range(100))
+    monkeypatch.setattr(quantised, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    for remaining, samples in [(0.0, 1), (2 * 8 * 2.5, 2), (math.inf, 4)]:
+        monkeypatch.setattr(quantised, "deadline", SimpleNamespace(remaining=lambda left=remaining: left))
+        result = original(net(), [{"x": normal(1, 4, 8, 8, seed=i)} for i in range(4)])
+        assert result.judge(net().SerializeToString()).samples == samples
 
 
 def test_what_cannot_be_judged_is_said() -> None:

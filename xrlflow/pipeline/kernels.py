@@ -10,6 +10,7 @@ the candidate.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from xrlflow.backends import BackendError
 from xrlflow.backends.children import Child
 from xrlflow.backends.library_files import library_path
 from xrlflow.backends.onnxruntime import Options, measure, with_library
+from xrlflow.backends.onnxruntime.saturation import saturates
 from xrlflow.backends.protocol import OutOfTime
 from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
 from xrlflow.backends.tvm.library.hybrid import Hybrid, open_inputs
@@ -38,6 +40,8 @@ from xrlflow.pipeline.placement import PlacementResult, search_with_kernels
 from xrlflow.pipeline.prepare import Start, target_of
 from xrlflow.pipeline.verifier import check_without
 from xrlflow.search import SearchNode
+from xrlflow.search.result import Limits
+from xrlflow.search.sweep import sweep
 from xrlflow.tuning.lowering import Lowering, load_tvm
 from xrlflow.tuning.store import Store
 
@@ -50,6 +54,8 @@ needs two files.
 _COMPARING, _RUNS, _NARROW = 3.0, 60, 0.02
 # Estimated seconds to load TVM, to measure the kernel of a node, to compile the kernel of a node, and for a search.
 _LOADING, _PRICE, _COMPILE, _SEARCH = 3.0, 0.03, 0.06, 2.0
+_IN_FLOAT = frozenset({"ConvolveIntegersInFloat32"})
+"""Rules that bring operators of integers into the form of kernels."""
 # How much slower models are without generated kernels: from the geometric means of docs/benchmarks, 1.426 with them
 # and 1.133 without.
 _LOST = "with them a model is 1.26 times as fast on average"
@@ -208,7 +214,7 @@ def _candidates(
     base = start.base.state.graph
     if context.options.replay is not None:
         return _Candidates([explored.result.best], base)
-    plain = [node for node in (proposal.chosen, start.base) if node is not None]
+    plain = [_for_kernels(node) for node in (proposal.chosen, start.base) if node is not None]
     further: Sequence[SearchNode] = ()
     searched = _searched(context, start, how)
     if searched is not None:
@@ -218,6 +224,18 @@ def _candidates(
     for node in (plain[0], *further[:1], *plain[1:], *further[1:]):
         different.setdefault(node.state.graph.fingerprint, node)
     return _Candidates(list(different.values()), base, None if searched is None else searched.cost)
+
+
+def _for_kernels(node: SearchNode) -> SearchNode:
+    """A graph whose integer convolutions are in float32, if that is exact and the processor has no instruction for
+    products of bytes: regions of kernels then have fewer borders, and kernels with fewer multiplications are possible.
+    """
+    names = node.state.library.rules.keys() & _IN_FLOAT
+    if not saturates():
+        return node
+    for name in sorted(names):
+        node = sweep(node, name, Limits(), math.inf)
+    return node
 
 
 def _searched(context: Context, start: Start, how: Lowering) -> PlacementResult | None:

@@ -30,6 +30,8 @@ _VERIFYING, _VERIFYING_RUNS = 2.5, 16
 # What is added for a quantised model, whose layers are evaluated one by one: seconds, runs, and sessions (of copies
 # that show these layers, and of both models at several levels of optimisation).
 _BY_LAYERS, _BY_LAYERS_RUNS, _BY_LAYERS_SESSIONS = 6.0, 60, 12
+# The part of the limit that this is at most. In less time fewer sets of inputs are evaluated.
+_BY_LAYERS_AT_MOST = 0.3
 # One comparison of models in one process: the fewest and the most runs, and the runs that an interval needs.
 _COMPARE_RUNS_AT_LEAST, _COMPARE_RUNS = 8, 60
 _INTERVAL_RUNS = 40
@@ -109,7 +111,8 @@ class Budget:
     def _by_layers(self) -> float:
         if not self.verifying or not self.quantised:
             return 0.0
-        return _BY_LAYERS + _BY_LAYERS_RUNS * self.latency + _BY_LAYERS_SESSIONS * self.loading
+        needed = _BY_LAYERS + _BY_LAYERS_RUNS * self.latency + _BY_LAYERS_SESSIONS * self.loading
+        return min(needed, _BY_LAYERS_AT_MOST * self.limit)
 
     @property
     def comparison(self) -> float:
