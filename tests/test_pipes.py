@@ -334,7 +334,7 @@ def test_sigterm_does_not_wait_for_a_kernel_that_is_compiled(path: Path, tmp_pat
         "code_generation._object_file = compile\n"
         "def run(*a, **o):\n"
         "    with code_generation.CodeGenerator(None) as generator:\n"
-        "        generator.generate({'a': None})\n"
+        "        generator.generate({'a': None}, 1)\n"
         "        generator.objects()\n"
         "xrlflow.api.run_once = run\n"
         "main()\n"

@@ -15,6 +15,7 @@ import pytest
 
 from tests.rules.harness import model
 from xrlflow.backends.library_files import library_path
+from xrlflow.backends.onnxruntime import with_library
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion.bytes import handle_bytes
 from xrlflow.backends.tvm.kernels.byte_moves import transposition
@@ -69,6 +70,11 @@ def run(
     )
 
 
+def same(proto: onnx.ModelProto, path: Path) -> bool:
+    """Whether a file with its kernels is verified."""
+    return verify(proto, path, session_options=with_library(None, str(library_path(str(path))))).verified
+
+
 def numbers(kind: str, *shape: int) -> Array:
     limits = np.iinfo(kind)
     return RNG.integers(limits.min, limits.max + 1, shape).astype(kind)
@@ -107,7 +113,7 @@ def test_a_region_ends_with_a_quantisation(tmp_path: Path) -> None:
     feeds = {"x": RNG.standard_normal((1, 16, 8, 8)).astype(np.float32)}
     (y,), (expected,) = run(path, feeds, kernels=True), run(proto.SerializeToString(), feeds, exact=True)
     assert np.abs(y - expected).max() < 0.1
-    assert verify(proto, onnx.load(path)).verified
+    assert same(proto, path)
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint8"])
@@ -219,7 +225,7 @@ def test_a_layer_between_dynamic_quantisations(high: int, across: int, tmp_path:
         assert np.isclose(s, expected[1], rtol=1e-5, atol=0)
         assert np.abs(y.astype(int) - expected[0].astype(int)).max() <= 1
     if high == 5:
-        assert verify(proto, onnx.load(path)).verified
+        assert same(proto, path)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (4, 8), (1, 33), (2, 3, 40), (7, 20_000), (1, 1)])
@@ -237,6 +243,37 @@ def test_bytes_of_equal_numbers_are_equal(shape: tuple[int, ...], tmp_path: Path
         for a, b in zip(mine, run(proto.SerializeToString(), {"x": x}, exact=True), strict=True):
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             assert np.array_equal(a, b)
+
+
+def test_a_range_that_is_not_finite_stays_that(tmp_path: Path) -> None:
+    proto = model(
+        "g (float[4,64] x) => (float[4,64] y) "
+        "{ a = Neg(x) q, s, z = DynamicQuantizeLinear(a) d = DequantizeLinear(q, s, z) y = Neg(d) }"
+    )
+    path = tmp_path / "x.onnx"
+    built(proto, path)
+    for value in (math.nan, math.inf):
+        feeds = {"x": np.full((4, 64), value, np.float32)}
+        (y,), (expected,) = run(path, feeds, kernels=True), run(proto.SerializeToString(), feeds, exact=True)
+        assert not np.isfinite(expected).any()
+        assert np.array_equal(y, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("single", ["1,1", "1,1,1", "1,1,1,1"])
+def test_an_operand_of_one_element_may_have_more_dimensions(single: str, tmp_path: Path) -> None:
+    ones = [1] * (single.count(",") - 1)
+    proto = model(
+        f"g (float[4,16] x, float[{single}] m) => (float{[*ones, 4, 16]} y) "
+        "{ a = MatMul(x, w) t = Exp(m) u = Mul(a, t) y = Neg(u) }",
+        w=RNG.standard_normal((16, 16)).astype(np.float32) / 4,
+    )
+    path = tmp_path / "x.onnx"
+    built(proto, path)
+    shape = [*map(int, single.split(","))]
+    feeds = {"x": RNG.standard_normal((4, 16)).astype(np.float32), "m": np.full(shape, 0.3, np.float32)}
+    (y,), (expected,) = run(path, feeds, kernels=True), run(proto.SerializeToString(), feeds, exact=True)
+    assert y.shape == expected.shape
+    assert np.allclose(y, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ def _by_channel(call: Any, builder: Any) -> Any | None:
     if operator(call) not in _SCALING or not shape or len(shape) < 2:
         return None
     x, operand = call.args
+    if sizes(x) != shape:  # an operand with more dimensions adds them to the result
+        return None
     single = sizes(operand, "float32")
     if single is None or math.prod(single) != 1 or known_value(operand) is not None:
         return None

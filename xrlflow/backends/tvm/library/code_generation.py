@@ -27,8 +27,9 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.backends.tvm.toolchain.unaligned import marked
 from xrlflow.onnxio.regions import Region, extracted
 
-_OBJECTS = 8
-"""The greatest number of object files for the kernels of a region."""
+_OBJECTS, _TOGETHER = 8, 4
+"""The greatest number of object files that are begun at once, and the least number of kernels in one of them while
+further regions are lowered: each file takes some time of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class CodeGenerator:
         self.symbols: list[dict[str, str]] = []
         self._machine = machine
         self._known: dict[int, list[tuple[str, Any]]] = {}
+        self._pending: dict[str, Any] = {}
         self._objects: list[Future[bytes]] = []
         # The folder is not created by the threads. When the program has to end, it does not wait for the threads, but
         # it removes the folder with all that they wrote.
@@ -105,12 +107,11 @@ class CodeGenerator:
         self._folder.cleanup()
 
     def add(self, region: CompiledRegion) -> None:
-        """Begin to compile those kernels of a region that no earlier region has."""
+        """Begin to compile those kernels of a region that no earlier region has, once there are enough of them."""
         from tvm_ffi import structural_equal, structural_hash
 
         called, crossing = region.plan.kernels(), region.plan.crossing()
         symbols: dict[str, str] = {}
-        functions: dict[str, Any] = {}
         for name, function in region.module.functions.items():
             if name.name_hint in called:
                 kernel = marked(function) if name.name_hint in crossing else function
@@ -120,16 +121,17 @@ class CodeGenerator:
                 if symbol is None:
                     symbol = f"region{len(self.symbols)}_{name.name_hint}"
                     alike.append((symbol, kernel))
-                    functions[symbol] = kernel.with_attr("global_symbol", symbol)
+                    self._pending[symbol] = kernel.with_attr("global_symbol", symbol)
                 symbols[name.name_hint] = symbol
         self.symbols.append(symbols)
-        self.generate(functions)
+        if len(self._pending) >= 2 * _TOGETHER:
+            self.generate(self._pending, min(_OBJECTS, len(self._pending) // _TOGETHER))
+            self._pending = {}
 
-    def generate(self, functions: Mapping[str, Any]) -> None:
-        """Begin to compile functions. The number of files does not depend on this machine, because the library's name
-        depends on it."""
+    def generate(self, functions: Mapping[str, Any], count: int) -> None:
+        """Begin to compile functions into `count` object files. The number of files does not depend on this machine,
+        because the library's name depends on it."""
         names = list(functions)
-        count = min(_OBJECTS, len(names))
         # Functions that take long to compile are similar and follow one another, so each file gets every `count`-th
         # function.
         for number in range(count):
@@ -140,6 +142,8 @@ class CodeGenerator:
     def objects(self) -> tuple[bytes, ...]:
         """The object files, when all are complete. There is none if all regions only copy. Raises BackendError if TVM
         refuses a kernel."""
+        self.generate(self._pending, min(_OBJECTS, len(self._pending)))
+        self._pending = {}
         with heeding_interrupts():
             return tuple(each.result() for each in self._objects)
 

@@ -43,20 +43,16 @@ def _bytes_of(node: Imported, x: Any, scale: Any, zero: Any | None, kind: str) -
     steps = node.emit(relax.op.round(node.emit(relax.op.divide(x, scale))))
     if zero is not None:
         steps = node.emit(relax.op.add(steps, zero))
-    return node.emit(relax.op.astype(_clipped(node, steps, kind), kind))
-
-
-def _clipped(node: Imported, steps: Any, kind: str) -> Any:
-    from tvm import relax
-
     low, high = (relax.const(limit, "float32") for limit in _LIMITS[kind])
     # These return their second operand if the first is NaN.
-    return node.emit(relax.op.minimum(node.emit(relax.op.maximum(steps, low)), high))
+    steps = node.emit(relax.op.minimum(node.emit(relax.op.maximum(steps, low)), high))
+    return node.emit(relax.op.astype(steps, kind))
 
 
 def dynamically_quantized(node: Imported) -> Any:
     """The bytes, scale and zero point of a tensor, by its range extended to include 0. All operators and their order
-    are those of ONNX Runtime, so that equal numbers give equal bits; a range without extent has the scale 1."""
+    are those of ONNX Runtime, so that equal finite numbers give equal bits; a range without extent has the scale 1. If
+    there is a NaN, ONNX Runtime's result depends on its place, and ours may differ."""
     from tvm import relax
 
     x = node.inputs[0]
@@ -64,13 +60,14 @@ def dynamically_quantized(node: Imported) -> Any:
     if shape is None or 0 in shape:
         raise node.refused("of no elements, or of another type than float32")
     none, one, most = (relax.const(value, "float32") for value in (0.0, 1.0, 255.0))
-    low = node.emit(relax.op.minimum(node.emit(relax.op.min(x)), none))
-    high = node.emit(relax.op.maximum(node.emit(relax.op.max(x)), none))
+    # Of minimum and maximum, NaN remains if it is the second operand: in the range, but not in the zero point.
+    low = node.emit(relax.op.minimum(none, node.emit(relax.op.min(x))))
+    high = node.emit(relax.op.maximum(none, node.emit(relax.op.max(x))))
     extent = node.emit(relax.op.subtract(high, low))
     step = node.emit(relax.op.divide(extent, most))
     scale = node.emit(relax.op.where(node.emit(relax.op.equal(extent, none)), one, step))
     below = node.emit(relax.op.round(node.emit(relax.op.divide(node.emit(relax.op.negative(low)), scale))))
-    zero = _clipped(node, below, "uint8")
+    zero = node.emit(relax.op.maximum(node.emit(relax.op.minimum(below, most)), none))
     result = _bytes_of(node, x, scale, zero, "uint8")
     return relax.Tuple([result, scale, node.emit(relax.op.astype(zero, "uint8"))])
 
