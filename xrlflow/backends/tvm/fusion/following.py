@@ -73,7 +73,9 @@ class Function:
         best = Followed((), (), frozenset(numbered), variable)
         for each in self._after(variable):
             step = self._step(each, numbered, out) if each not in excluded else None
-            if step is None or (by_channel and not all(map(_is_constant, step[1]))):
+            if step is None:
+                break
+            if by_channel and (Extra(False) in step[0].operands or not all(map(_is_constant, step[1]))):
                 break
             if step[0].operator in CASTS and not to_bytes:
                 break
