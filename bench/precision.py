@@ -355,6 +355,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--without-exactness", action="store_true", help="measure only")
     parser.add_argument("--kept", action="store_true", help="measure nothing: only the rows that are kept")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks")
+    parser.add_argument("--table", default="precision", help="with --write: tables NAME and NAME-files")
     options = parser.parse_args()
     if unknown := set(options.names) - set(precision.names()):
         parser.error(f"no such file: {', '.join(sorted(unknown))}; there are {', '.join(precision.names())}")
@@ -387,8 +388,8 @@ def main() -> None:
         raise SystemExit(f"{options.jsonl} has no row of these files")
     print(text := summary(rows))
     if options.write:
-        pages.write("precision", text)
-        pages.write("precision-files", table(rows))
+        pages.write(options.table, text)
+        pages.write(f"{options.table}-files", table(rows))
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ _VARIED = 3
 _MOVES = 4
 # Once the samples have this many elements of quantised tensors, about 10 bytes each, no further ones are evaluated.
 _MOST_ELEMENTS = 30_000_000
-# How many times longer than its exact evaluation a set of inputs takes, with the comparisons of both models' parts.
-_COMPARED = 8
+# How many times longer than its exact evaluation a set of inputs takes, with runs of the original's parts.
+_COMPARED = 5
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -575,10 +575,10 @@ def _meanings(model: CutModel, samples: Sequence[Sample]) -> tuple[tuple[Meaning
     integer. Raises Unjudged.
     """
     meanings: list[Meaning] = []
-    elements, begin = 0, time.monotonic()
+    elements, last = 0, time.monotonic()
     for at, sample in enumerate(samples):
-        each = (time.monotonic() - begin) / max(at, 1)
-        late = deadline.remaining() < _COMPARED * each * (len(meanings) + 1)
+        before, last = last, time.monotonic()
+        late = deadline.remaining() < _COMPARED * (last - before) * (len(meanings) + 1)
         if elements >= _MOST_ELEMENTS or (meanings and late):
             return tuple(meanings), len(samples) - at
         finite = all(map(_is_finite, sample.feeds.values()))

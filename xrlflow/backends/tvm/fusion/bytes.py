@@ -20,7 +20,6 @@ from xrlflow.backends.tvm.toolchain.reading import bound, constant, known_value,
 
 _BYTES = ("int8", "uint8")
 _ARITHMETIC = ("relax.subtract", "relax.multiply")
-_SCALING = ("relax.multiply",)
 _SUMS = frozenset(f"relax.{name}" for name in ("matmul", "nn.conv1d", "nn.conv2d", "nn.conv3d"))
 
 
@@ -36,12 +35,12 @@ def handle_bytes(module: Any) -> Any:
 
 
 def _by_channel(call: Any, builder: Any) -> Any | None:
-    """An operand of one element that is computed, of a step after a sum of products, as one element for each channel,
-    which kernels take."""
+    """A sum of products times a computed tensor of one element, with that element for each channel: kernels take this
+    as a step."""
     from tvm import relax
 
     shape = sizes(call, "float32")
-    if operator(call) not in _SCALING or not shape or len(shape) < 2:
+    if operator(call) != "relax.multiply" or not shape or len(shape) < 2:
         return None
     x, operand = call.args
     if sizes(x) != shape:  # an operand with more dimensions adds them to the result

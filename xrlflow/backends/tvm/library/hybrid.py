@@ -409,12 +409,10 @@ def _integer_products(graph: GraphProto, weights: AbstractSet[str]) -> set[str]:
         biased = reader(scaled, "Add")
         if biased is not None and not weights.isdisjoint(biased.input):
             values.update(biased.output)
-        scales = (makers.get(name) for name in scaled.input if name not in cast.output)
-        for node in (cast, scaled, quantised, *scales):
-            if node is not None and (
-                node.op_type != "Mul" or node is scaled or quantised.output[1] in node.input
-            ):
-                values.update(node.output)
+        scale = quantised.output[1]
+        scales = [makers[name] for name in scaled.input if name in makers and scale in makers[name].input]
+        for node in (quantised, cast, scaled, *scales):
+            values.update(node.output)
     return values
 
 

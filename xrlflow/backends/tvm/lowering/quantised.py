@@ -113,9 +113,8 @@ def _parameters(node: Imported, x: Any) -> tuple[Any, Any]:
     given = [node.inputs[1], node.given(2)]
     scale, zero = (None if each is None else known_value(each) for each in given)
     if scale is None or (zero is None and given[1] is not None):
-        return _computed(node, given[0]), np.zeros((), np.float32) if given[1] is None else _computed(
-            node, given[1]
-        )
+        none = np.zeros((), np.float32)
+        return _computed(node, given[0]), none if given[1] is None else _computed(node, given[1])
     if zero is None:
         zero = np.zeros(scale.shape, np.float32)
     blocks = scale.ndim > 1 or node.attributes.get("block_size", 0)
