@@ -38,7 +38,9 @@ SEARCHES = (*COMPARED, TREE, RLFLOW, *LOOKAHEAD)
 NONEMPTY = "nonempty"
 VNNI = "vnni"
 """The processor adds products of bytes without saturation. This one is tried."""
-ASSUMPTIONS = frozenset({"finite", "memory", NONEMPTY, VNNI})
+SATURATES = "saturates"
+"""The processor adds two products of bytes in 16 bits. This one is tried."""
+ASSUMPTIONS = frozenset({"finite", "memory", NONEMPTY, SATURATES, VNNI})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
 ACCURACY = 4
 """The accuracy_level of MatMulNBits with most roundings: it quantises activations to 8 bits."""

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from xrlflow.options import VNNI, Options
+from xrlflow.options import SATURATES, VNNI, Options
 from xrlflow.pipeline import library
 from xrlflow.pipeline.results import _notes
 from xrlflow.pipeline.verifier import together
@@ -29,7 +29,9 @@ def test_this_processor_is_tried_where_the_result_is_for_it(
     options: Options, exact: bool, assumed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "saturates", lambda: not exact)
-    assert (VNNI in library.library_for(options).assuming) == assumed
+    assuming = library.library_for(options).assuming
+    assert (VNNI in assuming) == assumed
+    assert (SATURATES in assuming) == (not exact and not options.portable)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from rewrite_rules.quantised import (
     RectifyBytes,
     StoreQuantisedWeights,
     UseSignedWeights,
+    UseUnsignedWeights,
 )
 from tests.rules.harness import alone, applies, model, refuses, rewritten, run
 from xrlflow.backends.onnxruntime.saturation import saturates
@@ -279,6 +280,42 @@ def test_weights_become_signed() -> None:
 def test_signed_weights_need_a_processor_that_does_not_saturate() -> None:
     assert "UseSignedWeights" not in Library([UseSignedWeights()]).rules
     assert "UseSignedWeights" in Library([UseSignedWeights()], assuming=("vnni",)).rules
+
+
+def test_unsigned_weights_are_for_processors_that_saturate_after_activations_became_unsigned() -> None:
+    assert "UseUnsignedWeights" not in Library([UseUnsignedWeights()]).rules
+    assert "UseUnsignedWeights" in Library([UseUnsignedWeights()], assuming=("saturates",)).rules
+    assert set(UseUnsignedWeights.swept_after) == {"QuantiseAllUnsigned", "QuantiseUnsigned"}
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_unsigned_weights_do_not_saturate(channels: bool) -> None:
+    """With signed ones, sums of two products of 255 and 127 do, where processors have no VNNI."""
+    zeros = {"v": np.zeros(6, np.int8)} if channels else {}
+    text = (
+        "agraph (uint8[N,8,5,5] q) => (y) { x = DequantizeLinear(q, s, z) "
+        f"u = DequantizeLinear<axis=0>(w, r{', v' * channels}) m = Conv(x, u) g = QuantizeLinear(m, t, z) "
+        "y = DequantizeLinear(g, t, z) }"
+    )
+    proto = _product(
+        text,
+        w=np.full((6, 8, 3, 3), 127, np.int8),
+        r=np.full(6, 0.5, np.float32),
+        t=np.float32(1000),
+        **zeros,
+    )
+    q = np.full((1, 8, 5, 5), 255, np.uint8)
+    after, _ = rewritten(UseUnsignedWeights(), proto)
+    (y,) = run(after, {"q": q})
+    exact = 72 * (255 - 100) * 0.1 * 127 * 0.5
+    assert np.allclose(y, 1000 * round(exact / 1000))
+    small = _product(text, w=np.full((6, 8, 3, 3), 64, np.int8), r=np.full(6, 0.5, np.float32), **zeros)
+    refuses(UseUnsignedWeights(), small, "saturates")
+    depthwise = _product(
+        text.replace("Conv(", "Conv<group=8>("), w=np.full((8, 1, 3, 3), 127, np.int8),
+        r=np.full(8, 0.5, np.float32), **({"v": np.zeros(8, np.int8)} if channels else {}),
+    )  # fmt: skip
+    refuses(UseUnsignedWeights(), depthwise, "depthwise")
 
 
 def test_computed_weights_stay() -> None:

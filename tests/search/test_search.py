@@ -449,6 +449,22 @@ def test_selection_begins_with_what_applies_only_behind_that() -> None:
     assert [n.op for n in selection.selected.state.graph.nodes()] == ["ThresholdedRelu"]
 
 
+class ThresholdAfter(Threshold):
+    """The same, for graphs to which the other rule was applied."""
+
+    swept_after = ("Rectify",)
+
+
+def test_a_rule_that_follows_another_is_not_swept_without_it() -> None:
+    truth = Weighted(Relu=10.0, LeakyRelu=20.0, ThresholdedRelu=2.0)
+    for operator, expected in [("Relu", "ThresholdedRelu"), ("LeakyRelu<alpha=0.0>", "LeakyRelu")]:
+        proto = model(f"agraph (float[2,3] x) => (float[2,3] y) {{ y = {operator}(x) }}")
+        base = start(proto, (Rectify(), ThresholdAfter()), Weighted())
+        selection = select(base, [base], timed(truth, base), searching(Weighted()), time.monotonic() + 60)
+        graph = (selection.selected or base).state.graph
+        assert [n.op for n in graph.nodes()] == [expected]
+
+
 class Surveyed:
     """A survey whose result is known, and the rules whose candidates it was asked for."""
 

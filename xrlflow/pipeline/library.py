@@ -21,7 +21,7 @@ from xrlflow.backends.tvm import Tvm
 from xrlflow.backends.tvm.lowering.importer import check_sizes
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import ImportedModel, Source, load
-from xrlflow.options import NONEMPTY, VNNI, OptionError, Options, check_seed
+from xrlflow.options import NONEMPTY, SATURATES, VNNI, OptionError, Options, check_seed
 from xrlflow.pipeline.factories import factory_of
 from xrlflow.pipeline.trace import read_trace
 from xrlflow.prover import Certificate, prove_all, prove_by
@@ -54,7 +54,7 @@ def _of_this_processor(options: Options) -> tuple[str, ...]:
     elsewhere = options.cpu is not None or options.triple is not None or options.remote is not None
     if elsewhere or options.portable:
         return ()
-    return () if saturates() else (VNNI,)
+    return (SATURATES if saturates() else VNNI,)
 
 
 @functools.cache

@@ -303,11 +303,13 @@ class _Declared:
     # Whether the gain comes from fusion in the runtime, which the cost of single operators does not show. Such rules
     # are measured before others.
     unpriced: ClassVar[bool] = False
+    # Rules of which one must have been applied before this rule is swept over a graph: alone it is of no use.
+    swept_after: ClassVar[tuple[str, ...]] = ()
     # Whether the rule is canonicalising: it removes useless work, or replaces an operator that the backend does not
     # have. It is applied before the cost of any graph is computed.
     canonicalises: ClassVar[bool] = False
-    # What the rule assumes of the data or the machine ("finite", "memory", "vnni"), or "approximate": it may lose more
-    # than two bits of float32 accuracy. Such a rule is off unless the user asks for it.
+    # What the rule assumes of the data or the machine ("finite", "memory", "saturates", "vnni"), or "approximate": it
+    # may lose more than two bits of float32 accuracy. Such a rule is off unless the user asks for it.
     assumes: ClassVar[str | None] = None
     # If an input is infinite or NaN, the right side may be NaN in more places, and may have NaN for infinity or
     # infinity for NaN (never a number for either). This happens if sums have another order, or if there are new

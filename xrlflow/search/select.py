@@ -111,11 +111,13 @@ def sweeping_rules(node: SearchNode, at_most: float) -> list[str]:
     """Rules that have a candidate with a modelled delta of at most `at_most` seconds, the most promising first.
 
     Rules whose gain a cost model of single operators cannot see (`unpriced`) come first, then other rules by the sum of
-    their deltas.
+    their deltas. Rules are left out if none of those that they follow was applied.
     """
     total: dict[str, tuple[bool, float]] = {}
+    applied = {step.rule for step in node.trace}
     for match in node.state.candidates:
-        if match.delta <= at_most:
+        after = match.rule.swept_after
+        if match.delta <= at_most and (not after or not applied.isdisjoint(after)):
             _, before = total.get(match.rule.name, (False, 0.0))
             total[match.rule.name] = (not match.rule.unpriced, before + match.delta)
     return sorted(total, key=lambda name: (*total[name], name))
