@@ -118,7 +118,7 @@ def test_without_a_flag_are_only_objects_of_python() -> None:
         (Options, {"search": "luck"}, "choose one of xrlflow, taso"),
         (Options, {"cost": "free"}, "choose one of auto, roofline"),
         (Options, {"backend": "abacus"}, "choose of auto, onnxruntime, hybrid, tvm"),
-        (Options, {"assuming": ("infinite",)}, "choose of finite, memory, nonempty, vnni"),
+        (Options, {"assuming": ("infinite",)}, "choose of finite, memory, nonempty, saturates, vnni"),
         (Options, {"int4_accuracy": 5}, "int4_accuracy 5 is not known: give 0 to 4"),
         (Options, {"int4_accuracy": 4, "backend": "tvm"}, "int4_accuracy has no meaning with backend 'tvm'"),
         (Options, {"budget": -1}, "budget -1 is negative"),
