@@ -18,7 +18,6 @@ _KINDS = {0: "uint8", int(TensorProto.UINT8): "uint8", int(TensorProto.INT8): "i
 def quantized(node: Imported) -> Any:
     """`clip(round(x / scale) + zero)` as bytes, in float32, in which all these integers are exact. NaN becomes the
     least byte. Constants are computed here."""
-
     x = node.inputs[0]
     scale, zero = _parameters(node, x)
     kind = _KINDS.get(int(node.attributes.get("output_dtype", 0)), "other")
