@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rewrite_rules.elementwise import given
 from rewrite_rules.examples import graphs
-from xrlflow.ir import ABSENT, DType, Node, Value
+from xrlflow.ir import ABSENT, Const, DType, Node, Value
 from xrlflow.ops.continuity import MOVING
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, profitable, require
 
@@ -128,8 +128,6 @@ class _OtherWeights(RegionRule, family="precision"):
             return None
         zero = node.inputs[zero_at] if zero_at < len(node.inputs) else ABSENT
         profitable(zero == ABSENT or reader.is_const(zero), "the zero point is computed")
-        known = reader.const(w)
-        profitable(known is None or self.gains(known.numpy()), "no sum of two products saturates")
         shape = () if node.op == "MatMulInteger" else reader.val(node.inputs[1]).sizes
         return Region(node.outputs, given(node.inputs), (node,), (node, shape))
 
@@ -145,10 +143,6 @@ class _OtherWeights(RegionRule, family="precision"):
         zero = self.other(op, values[zero_at])
         values[zero_at] = zero if whole else op.Expand(zero, list(shape))
         return op[node.op](*values, attrs=node.attrs)
-
-    def gains(self, weights: npt.NDArray[Any]) -> bool:
-        """Whether other weights may be of use."""
-        return True
 
     def other(self, op: Op, parameter: Val | None) -> Any:
         """Constant weights or a constant zero point (None: zero) in the other type."""
@@ -254,10 +248,10 @@ class UseUnsignedWeights(_OtherWeights):
         region = super().find(reader, node)
         if region is not None:
             profitable(not _is_depthwise(reader, node), "ONNX Runtime's depthwise kernels do not saturate")
+            profitable(
+                _saturates(reader.const(node.inputs[_WEIGHTS[node.op][0]])), "no sum of products saturates"
+            )
         return region
-
-    def gains(self, weights: npt.NDArray[Any]) -> bool:
-        return 2 * _BYTE * int(np.abs(weights.astype(np.int32)).max(initial=0)) > np.iinfo(np.int16).max
 
     def other(self, op: Op, parameter: Val | None) -> Any:
         return _unsigned(op, parameter)
@@ -268,6 +262,13 @@ def _signed(op: Op, unsigned: Val | None) -> Any:
     if unsigned is None:
         return op.constant(np.int8(-128))
     return op.Cast(op.Sub(op.Cast(unsigned, to=int(DType.INT32)), 128), to=int(DType.INT8))
+
+
+def _saturates(weights: Const | None) -> bool:
+    """Whether 16 bits may be too few for two products of unsigned bytes and these weights (None: unknown)."""
+    if weights is None:
+        return True
+    return 2 * _BYTE * int(np.abs(weights.numpy().astype(np.int32)).max(initial=0)) > np.iinfo(np.int16).max
 
 
 def _is_depthwise(reader: Reader, node: Node) -> bool:

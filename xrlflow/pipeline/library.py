@@ -44,16 +44,20 @@ def library_for(options: Options) -> Library:
     placed = any(step.family == PLACEMENT for step in steps)
     return Library(
         [rule for rule in selected if placed or rule not in placing], backend=options.runtime,
-        contrib=options.backend_ops, assuming=(*options.assumptions, *_of_this_processor(options)),
+        contrib=options.backend_ops, assuming=(*options.assumptions, *_of_the_processor(options)),
         runs=runs if options.compiling else None, least_size=int(NONEMPTY in options.assumptions),
     )  # fmt: skip
 
 
-def _of_this_processor(options: Options) -> tuple[str, ...]:
-    """What rules may assume of the processor that the result is for, if that is this one: it is tried."""
+def _of_the_processor(options: Options) -> tuple[str, ...]:
+    """What rules may assume of the processor that the result is for.
+
+    This processor is tried. Of any other we know nothing: unless the user says otherwise, sums of byte products
+    saturate there, so a product that is exact everywhere stays so.
+    """
     elsewhere = options.cpu is not None or options.triple is not None or options.remote is not None
     if elsewhere or options.portable:
-        return ()
+        return () if VNNI in options.assumptions else (SATURATES,)
     return (SATURATES if saturates() else VNNI,)
 
 
