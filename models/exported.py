@@ -51,9 +51,16 @@ def export(
 
 
 def to_onnx(
-    module: torch.nn.Module, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str], exporter: str
+    module: torch.nn.Module,
+    feeds: Mapping[str, torch.Tensor],
+    outputs: Sequence[str],
+    exporter: str,
+    dimensions: Sequence[Mapping[int, str]] | None = None,
 ) -> onnx.ModelProto:
-    """Export a module, whose inputs are positional, by "dynamo" or "torchscript"."""
+    """Export a module, whose inputs are positional, by "dynamo" or "torchscript".
+
+    `dimensions`: the names of each input's open dimensions, by axis ("dynamo" only).
+    """
     import torch
 
     module.eval()
@@ -64,8 +71,10 @@ def to_onnx(
     with _quiet():
         if exporter == "dynamo":
             program = torch.onnx.export(
-                module, values, dynamo=True, opset_version=OPSET, verbose=False, **names
-            )
+                module, values, dynamo=True, opset_version=OPSET, verbose=False,
+                # A module with *values takes a tuple of one entry, for all of them.
+                dynamic_shapes=None if dimensions is None else (tuple(map(dict, dimensions)),), **names,
+            )  # fmt: skip
             assert program is not None
             return program.model_proto
         buffer: Any = io.BytesIO()  # the annotation of torch leaves streams out

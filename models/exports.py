@@ -57,14 +57,22 @@ class Export:
     """Of the small size, if the argument is true."""
 
 
-def _ids(high: int, *shape: int, low: int = 0) -> Input:
-    return Input(shape, low, high, np.int64)
+_TEXT = ("batch", "length")
+_OPEN_BATCH = 2  # PyTorch makes a constant of a size 1, also where it is said to be open
 
 
-def _caches(layers: int, heads: int, length: int, width: int, *kinds: str) -> dict[str, Input]:
-    """The inputs for cached keys and values of each layer, for each kind of cache (such as "cross_")."""
+def _ids(high: int, *shape: int, low: int = 0, names: tuple[str, ...] = _TEXT) -> Input:
+    return Input(shape, low, high, np.int64, names)
+
+
+def _caches(
+    layers: int, heads: int, length: int, width: int, *kinds: str, name: str = "past"
+) -> dict[str, Input]:
+    """The inputs for cached keys and values of each layer, for each kind of cache (such as "cross_"). `name`: of their
+    length, if it can be open."""
+    names = ("batch", "", name)
     return {
-        name: Input((1, heads, length, width))
+        name: Input((1, heads, length, width), names=names)
         for kind in kinds
         for name in _cache_names(layers, f"past_{kind}")
     }
@@ -128,7 +136,10 @@ def _llama_step(small: bool) -> Network:
         result = model(input_ids=ids, past_key_values=_cache(past), use_cache=True)
         return result.logits, *_cached(result.past_key_values)
 
-    inputs = {"input_ids": _ids(500 if small else 32000, 1, 1), **_caches(layers, heads, length, width, "")}
+    inputs = {
+        "input_ids": _ids(500 if small else 32000, 1, 1, names=("batch",)),
+        **_caches(layers, heads, length, width, ""),
+    }
     outputs = ("logits", *_cache_names(layers, "present_"))
     return Network(inputs, outputs, _llama_model(small, layers), call)
 
@@ -158,12 +169,12 @@ def _whisper_encoder(small: bool) -> Network:
         return model.model.encoder(features).last_hidden_state
 
     width, layers, frames = (64, 1, 50) if small else (384, 4, 500)
-    inputs = {"input_features": Input((1, 80, 2 * frames))}
+    inputs = {"input_features": Input((1, 80, 2 * frames), names=("batch",))}
     return Network(inputs, ("last_hidden_state",), _whisper_model(small, width, layers, frames), call)
 
 
-def _step_with_encoder(*encoded: int) -> Callable[..., Any]:
-    """The call of a decoder that attends to an encoder, whose output has the shape `encoded`."""
+def _step_with_encoder(width: int) -> Callable[..., Any]:
+    """The call of a decoder that attends to an encoder, whose output has `width` features."""
 
     def call(model: Any, ids: torch.Tensor, *past: torch.Tensor) -> Any:
         import torch
@@ -173,7 +184,7 @@ def _step_with_encoder(*encoded: int) -> Callable[..., Any]:
         result = model(
             decoder_input_ids=ids,
             # The call demands this argument, and does not use it, since the encoder's keys and values are in the cache.
-            encoder_outputs=(torch.zeros(encoded),),
+            encoder_outputs=(torch.zeros(len(ids), cross[0].shape[2], width),),
             past_key_values=EncoderDecoderCache(_cache(own), _cache(cross)),
             use_cache=True,
         )
@@ -187,12 +198,12 @@ def _whisper_step(small: bool) -> Network:
     model = _whisper_model(small, width, layers, frames)
 
     inputs = {
-        "input_ids": _ids(500 if small else 51865, 1, 1),
+        "input_ids": _ids(500 if small else 51865, 1, 1, names=("batch",)),
         **_caches(layers, heads, length, width // heads, ""),
-        **_caches(layers, heads, frames, width // heads, "cross_"),
+        **_caches(layers, heads, frames, width // heads, "cross_", name=""),
     }
     outputs = ("logits", *_cache_names(layers, "present_"))
-    return Network(inputs, outputs, model, _step_with_encoder(1, frames, width))
+    return Network(inputs, outputs, model, _step_with_encoder(width))
 
 
 def _t5_model(small: bool) -> Callable[[], Any]:
@@ -226,12 +237,12 @@ def _t5_step(small: bool) -> Network:
     width, layers, heads, own, length, tokens = (64, 1, 4, 16, 8, 16) if small else (512, 6, 8, 64, 32, 128)
 
     inputs = {
-        "input_ids": _ids(500 if small else 32128, 1, 1),
+        "input_ids": _ids(500 if small else 32128, 1, 1, names=("batch",)),
         **_caches(layers, heads, length, own, ""),
-        **_caches(layers, heads, tokens, own, "cross_"),
+        **_caches(layers, heads, tokens, own, "cross_", name="encoded"),
     }
     outputs = ("logits", *_cache_names(layers, "present_"))
-    return Network(inputs, outputs, _t5_model(small), _step_with_encoder(1, tokens, width))
+    return Network(inputs, outputs, _t5_model(small), _step_with_encoder(width))
 
 
 def _deberta(small: bool) -> Network:
@@ -284,9 +295,10 @@ def _clip_text(small: bool) -> Network:
     return Network({"input_ids": _ids(vocabulary, 1, tokens)}, ("text_embeds",), model, call)
 
 
-def _pixels(small: bool, image: int, small_image: int = 64) -> dict[str, Input]:
-    size = small_image if small else image
-    return {"pixel_values": Input((1, 3, size, size))}
+def _pixels(small: bool, image: int, *names: str) -> dict[str, Input]:
+    """An image. `names`: of its height and width, if the network accepts all sizes."""
+    size = 64 if small else image
+    return {"pixel_values": Input((1, 3, size, size), names=("batch", "", *names))}
 
 
 def _clip_vision(small: bool) -> Network:
@@ -338,7 +350,7 @@ def _convnext(small: bool) -> Network:
         num_labels=10 if small else 1000,
     )
 
-    return Network(_pixels(small, 224), ("logits",), model, _logits)
+    return Network(_pixels(small, 224, "height", "width"), ("logits",), model, _logits)
 
 
 def _segformer(small: bool) -> Network:
@@ -359,7 +371,7 @@ def _segformer(small: bool) -> Network:
         num_labels=10 if small else 150,
         **(sizes if small else {}),
     )
-    return Network(_pixels(small, 256), ("logits",), model, _logits)
+    return Network(_pixels(small, 256, "height", "width"), ("logits",), model, _logits)
 
 
 def _mobilevit(small: bool) -> Network:
@@ -404,8 +416,8 @@ def _detr(small: bool) -> Network:
         result = model(pixel_values=pixels, pixel_mask=mask)
         return result.logits, result.pred_boxes
 
-    pixels = _pixels(small, 256)
-    mask = _ids(2, 1, *pixels["pixel_values"].shape[2:], low=1)
+    pixels = _pixels(small, 256, "height", "width")
+    mask = _ids(2, 1, *pixels["pixel_values"].shape[2:], low=1, names=("batch", "height", "width"))
     return Network({**pixels, "pixel_mask": mask}, ("logits", "pred_boxes"), model, call)
 
 
@@ -421,9 +433,18 @@ _SPEECH: Mapping[str, Any] = {
 """Of the small speech networks."""
 
 
+def _samples(small: bool) -> dict[str, Input]:
+    return {"input_values": Input((1, 3200 if small else 16000), names=("batch", "samples"))}
+
+
 def _wav2vec2(small: bool) -> Network:
     model = _model("Wav2Vec2ForCTC", "Wav2Vec2Config", vocab_size=32, **(_SPEECH if small else {}))
-    return Network({"input_values": Input((1, 3200 if small else 16000))}, ("logits",), model, _logits)
+    return Network(
+        {"input_values": Input((1, 3200 if small else 16000), names=("batch", "samples"))},
+        ("logits",),
+        model,
+        _logits,
+    )
 
 
 def _conformer(small: bool) -> Network:
@@ -441,7 +462,12 @@ def _conformer(small: bool) -> Network:
         attn_implementation="eager",
         **(_SPEECH if small else sizes),
     )
-    return Network({"input_values": Input((1, 3200 if small else 16000))}, ("logits",), model, _logits)
+    return Network(
+        {"input_values": Input((1, 3200 if small else 16000), names=("batch", "samples"))},
+        ("logits",),
+        model,
+        _logits,
+    )
 
 
 def _mamba(small: bool) -> Network:
@@ -459,7 +485,7 @@ def _mamba(small: bool) -> Network:
     def call(model: Any, ids: torch.Tensor) -> Any:
         return model(input_ids=ids, use_cache=False).logits
 
-    return Network({"input_ids": _ids(vocabulary, 1, tokens)}, ("logits",), model, call)
+    return Network({"input_ids": _ids(vocabulary, 1, tokens, names=("batch",))}, ("logits",), model, call)
 
 
 def _lstm_acoustic(small: bool) -> Network:
@@ -475,7 +501,9 @@ def _lstm_acoustic(small: bool) -> Network:
         lstm, norm, head = model
         return head(norm(lstm(frames)[0])).log_softmax(-1)
 
-    return Network({"frames": Input((1, frames, 80))}, ("log_probabilities",), model, call)
+    return Network(
+        {"frames": Input((1, frames, 80), names=("batch", "frames"))}, ("log_probabilities",), model, call
+    )
 
 
 EXPORTS: Mapping[str, Export] = MappingProxyType(
@@ -528,10 +556,16 @@ def find(name: str) -> Export:
         raise ZooError(f"no export is called {name!r}; there are: {', '.join(EXPORTS)}") from None
 
 
-def inputs(name: str, small: bool = False, seed: int = 0) -> dict[str, NDArray[np.generic]]:
-    """Random inputs that the network accepts, by name."""
+def inputs(
+    name: str, small: bool = False, seed: int = 0, sizes: Mapping[str, int] | None = None
+) -> dict[str, NDArray[np.generic]]:
+    """Random inputs that the network accepts, by name. `sizes`: of open dimensions, for the open form."""
+    return _inputs(find(name).network(small), seed, sizes or {})
+
+
+def _inputs(network: Network, seed: int, sizes: Mapping[str, int]) -> dict[str, NDArray[np.generic]]:
     rng = np.random.default_rng(seed)
-    return {key: entry.draw(rng) for key, entry in find(name).network(small).inputs.items()}
+    return {key: entry.sized(sizes).draw(rng) for key, entry in network.inputs.items()}
 
 
 def cache_folder() -> Path:
@@ -541,12 +575,14 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("xrlflow") / "exports"
 
 
-def cached(name: str, small: bool = False, seed: int = 0, exporter: str = "dynamo") -> Path:
+def cached(
+    name: str, small: bool = False, seed: int = 0, exporter: str = "dynamo", open: bool = False
+) -> Path:
     """The path of the exported model in the cache, whether it exists or not.
 
     The path depends on the versions of the exporting packages, and on the code of the modules that declare networks.
     """
-    size = "small" if small else "full"
+    size = f"{'small' if small else 'full'}{'-open' if open else ''}"
     versions = [f"{package}{version(package)}" for package in ("torch", "transformers", "onnxscript")]
     sources = b"".join(Path(file).read_bytes() for file in (__file__, exported.__file__))
     declared = hashlib.sha256(sources).hexdigest()[:12]
@@ -555,14 +591,21 @@ def cached(name: str, small: bool = False, seed: int = 0, exporter: str = "dynam
     )
 
 
-def export(name: str, small: bool = False, seed: int = 0, exporter: str = "dynamo") -> onnx.ModelProto:
-    """The network with random weights, from the cache or exported by "dynamo" or "torchscript"."""
+def export(
+    name: str, small: bool = False, seed: int = 0, exporter: str = "dynamo", open: bool = False
+) -> onnx.ModelProto:
+    """The network with random weights, from the cache or exported by "dynamo" or "torchscript".
+
+    `open`: with the open dimensions that `Input.names` names, by "dynamo" only.
+    """
+    if open and exporter != "dynamo":
+        raise ZooError(f"open dimensions are exported by dynamo, not by {exporter}")
     if exporter not in ("dynamo", "torchscript"):
         raise ZooError(f'the exporter is "dynamo" or "torchscript", not {exporter!r}')
-    path = cached(name, small, seed, exporter)
+    path = cached(name, small, seed, exporter, open)
     if path.exists():
         return onnx.load(path)
-    model = _export(find(name).network(small), inputs(name, small), seed, exporter)
+    model = _export(find(name).network(small), seed, exporter, open)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
         part.write(model.SerializeToString())
@@ -570,9 +613,7 @@ def export(name: str, small: bool = False, seed: int = 0, exporter: str = "dynam
     return model
 
 
-def _export(
-    network: Network, feeds: dict[str, NDArray[np.generic]], seed: int, exporter: str
-) -> onnx.ModelProto:
+def _export(network: Network, seed: int, exporter: str, open: bool) -> onnx.ModelProto:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 
@@ -587,5 +628,11 @@ def _export(
             return network.call(self.model, *values)
 
     torch.manual_seed(seed)
+    feeds = _inputs(network, 0, {"batch": _OPEN_BATCH} if open else {})
     tensors = {key: torch.from_numpy(value) for key, value in feeds.items()}
-    return exported.to_onnx(Module(network.model()), tensors, network.outputs, exporter)
+    dimensions = tuple(_open_axes(entry) for entry in network.inputs.values()) if open else None
+    return exported.to_onnx(Module(network.model()), tensors, network.outputs, exporter, dimensions)
+
+
+def _open_axes(entry: Input) -> dict[int, str]:
+    return {axis: name for axis, name in enumerate(entry.names) if name}

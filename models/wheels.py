@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -39,6 +39,14 @@ class Input:
     high: float = 1.0
     """Exclusive, also for integers."""
     dtype: type[np.generic] = np.float32
+    names: tuple[str, ...] = ()
+    """Of its first dimensions, where the model leaves some open; "" for one that is fixed."""
+
+    def sized(self, sizes: Mapping[str, int]) -> Input:
+        """This input with other sizes for some open dimensions."""
+        named = zip(self.names, self.shape)
+        first = tuple(sizes.get(name, size) for name, size in named)
+        return replace(self, shape=(*first, *self.shape[len(first) :]))
 
     def draw(self, rng: np.random.Generator) -> NDArray[np.generic]:
         if np.issubdtype(self.dtype, np.integer):

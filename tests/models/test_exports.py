@@ -79,3 +79,22 @@ def test_half_of_them_are_trained_on_and_the_others_never() -> None:
     assert abs(len(names) - len(exports.HELD_OUT)) <= 1
     graph = next(s for s in training.export_sources() if s.name == "llama-export").build()
     assert graph.node_count > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("t5-encoder", {"batch": 3, "length": 5}), ("llama-step", {"batch": 2, "past": 1})]
+)
+def test_open_exports_run_at_any_size(name: str, sizes: dict[str, int]) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    model = exports.export(name, small=True, open=True)
+    session = ort.InferenceSession(model.SerializeToString())
+    declared = {dim for value in session.get_inputs() for dim in value.shape if isinstance(dim, str)}
+    assert declared == sizes.keys()
+    first = session.run(None, exports.inputs(name, small=True, sizes=sizes))[0]
+    assert first.shape[0] == sizes["batch"]
+    assert np.isfinite(first).all()
+
+
+def test_open_exports_are_of_dynamo() -> None:
+    with pytest.raises(models.ZooError, match="open dimensions are exported by dynamo"):
+        exports.export("swin", small=True, exporter="torchscript", open=True)

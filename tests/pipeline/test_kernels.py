@@ -187,17 +187,30 @@ def test_further_sizes_need_kernels() -> None:
         Options(backend="onnxruntime", further_shapes=[{"x": (8, 48)}])
 
 
-def test_open_dimensions_need_sizes() -> None:
-    with pytest.raises(BackendError, match=r"input x has open dimensions: .* --shape x=\?,48$"):
-        asked(network("N"))
+def test_open_dimensions_have_kernels_for_all_sizes(tmp_path: Path) -> None:
+    result = asked(network("N"))
+    assert result.report.verified
+    assert result.hybrid is not None
+    assert result.hybrid.nodes == result.hybrid.total
+    assert result.hybrid.rows == 128
+    result.save(path := tmp_path / "fast.onnx")
+    with open_model(path, session_options=options_with_kernels(str(path))) as fast:
+        for rows in (0, 1, 7, 200):
+            with open_model(network("N").SerializeToString()) as plain:
+                expected = plain.run(feeds(rows))[0]
+            np.testing.assert_allclose(fast.run(feeds(rows))[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_nothing_is_compiled_where_no_sizes_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No graph of the model could have kernels: the time goes to the search, and TVM is not even loaded."""
-    monkeypatch.setattr(kernels, "_lowering", lambda context: pytest.fail("it begins to compile"))
-    result = asked(network("N"), backend="auto", measure=True, time_limit=5.0, threads=1)
-    (note,) = [note for note in result.report.notes if "kernels" in note]
-    assert note.startswith("no generated kernels: input x has open dimensions")
+def test_verification_runs_blocks_of_all_sizes() -> None:
+    """A kernel that is wrong only in the largest blocks is found."""
+    checked = asked(network("N")).verification
+    assert checked is not None
+    assert max(sizes["N"] for sizes in checked.bindings) > 128
+
+
+def test_a_model_without_rows_learns_why_it_has_no_kernels() -> None:
+    with pytest.raises(BackendError, match="no part of the model computes its rows one by one"):
+        asked(model("agraph (float[N,T] x) => (float[N,T] y) { y = Softmax<axis=1>(x) }"))
 
 
 def test_what_cannot_be_lowered_at_all_is_one_line() -> None:

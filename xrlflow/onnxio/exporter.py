@@ -61,10 +61,11 @@ _PAGED = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _ModelParts:
-    """A model without its large weights, and these weights by the names of their initialisers."""
+    """A model without its large weights, these weights by the names of their initialisers, and the types of values."""
 
     proto: onnx.ModelProto
     large: dict[str, Const]
+    types: dict[str, TensorType]
 
 
 def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) -> onnx.ModelProto:
@@ -72,12 +73,20 @@ def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) ->
 
     Raises ModelError if it exceeds 2 GB or cannot be written for `opset`, or if the model's file was written to.
     """
+    return typed_proto(model, graph, opset=opset)[0]
+
+
+def typed_proto(
+    model: ImportedModel, graph: Graph, *, opset: int | None = None
+) -> tuple[onnx.ModelProto, Mapping[str, TensorType]]:
+    """The model as `to_proto` returns it, and the types of its values by their names, with formulas for open
+    dimensions. Values that a conversion to another opset adds have no types."""
     parts = _write(model, graph, opset)
     if sum(c.type.nbytes or 0 for c in parts.large.values()) > EXTERNAL_ABOVE:
         raise ModelError(f"{model.name}: over 2 GB, which one ModelProto cannot hold: save it to a file")
     parts.proto.graph.initializer.extend(tensor_proto(n, c) for n, c in parts.large.items())
     model.store.check_unchanged()
-    return parts.proto
+    return parts.proto, parts.types
 
 
 def preferring(model: ImportedModel, opset: int) -> ImportedModel:
@@ -307,7 +316,7 @@ def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _Mod
     for domain in sorted(writer.domains - imported - {""}):
         proto.opset_import.add(domain=domain, version=1)
     proto.ir_version = min(max(proto.ir_version, _least_ir_version(proto)), _MAX_IR_VERSION)
-    return _ModelParts(proto, writer.large)
+    return _ModelParts(proto, writer.large, writer.types)
 
 
 def _least_ir_version(proto: onnx.ModelProto) -> int:

@@ -106,7 +106,9 @@ class Judging:
             verifier = Verifier(self.context)
             steps = (*self.start.early, *self.node.trace)
             if self.kernels:
-                self.verification = verifier.check_kernels(self.path, steps, self.kernels)
+                hybrid = self.decision.hybrid
+                rows = 0 if hybrid is None else hybrid.rows
+                self.verification = verifier.check_kernels(self.path, steps, self.kernels, rows)
                 return self.verification.verified
             self.verification = verifier.check(self.path, steps)
             if self.verification.status is Status.FAILED:

@@ -61,16 +61,16 @@ class Verifier:
     limited: bool = True  # verifications end at the deadline of the optimisation
     _reference: Reference | None = field(default=None, init=False)
 
-    def check(self, path: str, steps: Iterable[TraceStep]) -> Verification:
+    def check(self, path: str, steps: Iterable[TraceStep], near: Iterable[int] = ()) -> Verification:
         """Verify the file to which these substitutions led. Sizes of inputs include numbers near those that the
-        substitutions' rules mention.
+        substitutions' rules mention, and near the numbers in `near`.
 
         If no inputs are found on which the original runs, the result is "not comparable".
         """
         steps = tuple(steps)
         further = {
             number for rule in self._rules(steps) for number in limits(integers_in_code(rule, types=False))
-        }
+        } | set(near)
         with deadline.within(self._until()):
             try:
                 original = self._original(path, further)
@@ -79,11 +79,15 @@ class Verifier:
             return original.check(path, nonempty=self._nonempty(steps))
 
     def check_kernels(
-        self, path: str, steps: Iterable[TraceStep], sizes_of_kernels: Sequence[Mapping[str, tuple[int, ...]]]
+        self,
+        path: str,
+        steps: Iterable[TraceStep],
+        sizes_of_kernels: Sequence[Mapping[str, tuple[int, ...]]],
+        rows: int = 0,
     ) -> Verification:
-        """Verify a file with generated kernels, on inputs of each of these sizes."""
+        """Verify a file with generated kernels, on inputs of each of these sizes. `rows`: see `Hybrid`."""
         context, steps = self.context, tuple(steps)
-        checks = [self.check(path, steps)]
+        checks = [self.check(path, steps, [rows] if rows else ())]
         if not checks[0].verified:
             return checks[0]
         references = [self._original()]

@@ -156,8 +156,27 @@ static Status* context_output(const Context* context, size_t index, const int64_
   allocate(*value);
   return NULL;
 }
-static Status* infer_set_output(Shape* outputs, size_t index, const Shape* shape) {
-  return outputs[index] = *shape, NULL;
+/* Shapes are inferred from those of a call's inputs, as numbers without names. */
+typedef struct {
+  const Context* given;
+  Shape* outputs;
+} Inference;
+static Status* infer_input(const Inference* inference, size_t index, const Shape** shape) {
+  if (index >= inference->given->inputs) return create_status(2, "there is no such input");
+  return *shape = &inference->given->input[index].shape, NULL;
+}
+static Status* infer_set_output(Inference* inference, size_t index, const Shape* shape) {
+  return inference->outputs[index] = *shape, NULL;
+}
+static Status* symbolic_dimensions(const Shape* shape, const char** names, size_t count) {
+  if (count != shape->count) fail("names for another number of dimensions");
+  for (size_t i = 0; i < count; i++) names[i] = "";
+  return NULL;
+}
+static Status* set_symbolic_dimensions(Shape* shape, const char** names, size_t count) {
+  if (count != shape->count) fail("names for another number of dimensions");
+  for (size_t i = 0; i < count; i++) if (names[i][0]) fail("a name from nowhere");
+  return NULL;
 }
 static Status* add_config_entry(Options* options, const char* key, const char* value) {
   if (strcmp(value, "1") != 0) fail("a strange entry");
@@ -198,6 +217,7 @@ static const Api* get_api(uint32_t version) {
       [51] = tensor_data,   [57] = create_shape,     [58] = set_element_type, [59] = set_dimensions,
       [60] = element_type,  [61] = dimensions_count, [62] = dimensions,    [65] = tensor_shape,
       [90] = context_input, [91] = context_output,   [93] = free,          [99] = free,
+      [63] = symbolic_dimensions, [268] = infer_input, [271] = set_symbolic_dimensions,
       [101] = free,         [130] = add_config_entry, [237] = has_config_entry, [270] = infer_set_output,
       [274] = parallel_for,
   }};
@@ -290,7 +310,8 @@ static void* run_calls(void* given) {
 
 static void check_shapes(const Operator* operator, const Context* context) {
   Shape* shapes = memory(context->outputs * sizeof *shapes);
-  if (operator->infer_shape(operator, shapes) != NULL) fail("shapes cannot be inferred");
+  Inference inference = {context, shapes};
+  if (operator->infer_shape(operator, &inference) != NULL) fail("shapes cannot be inferred");
   for (size_t i = 0; i < context->outputs; i++) {
     const Shape* had = &context->output[i].shape;
     if (shapes[i].type != had->type || shapes[i].count != had->count ||

@@ -277,7 +277,7 @@ def test_names_in_errors(another: Built) -> None:
 def test_an_error_of_a_kernel_is_the_error_of_the_run(kernels: Built, tmp_path: Path) -> None:
     """Kernels compare the sizes of their tensors with those that they were compiled for."""
     number = list(kernels.models).index("sum")
-    before = f"r{number}_tensors[] = {{\n  {{INPUT, 0u, 2, 32,"
+    before = f"r{number}_p0_tensors[] = {{\n  {{INPUT, 0u, 2, 32,"
     assert before in kernels.library.tables
     tables = kernels.library.tables.replace(before, before.replace("32,", "64,"))
     dataclasses.replace(kernels.library, tables=tables).save(path := tmp_path / "wrong.so")

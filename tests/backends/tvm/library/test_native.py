@@ -18,12 +18,16 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
+from onnx import TypeProto
 
-from tests.backends.tvm.library.carried import Carried, all_built, feeds_of, save_all
+from tests.backends.tvm.library.carried import Carried, all_built, feeds_of, numbers, parsed, save_all
 from xrlflow.backends.protocol import Array, BackendError
-from xrlflow.backends.tvm.library.kernel_library import NATIVE, KernelLibrary
+from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.library.code_generation import RowPort, compile_region
+from xrlflow.backends.tvm.library.kernel_library import NATIVE, KernelLibrary, kernel_library
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
-from xrlflow.backends.tvm.toolchain.target import instructions, lacking
+from xrlflow.backends.tvm.toolchain.target import Machine, instructions, lacking
+from xrlflow.onnxio.regions import region_of
 
 pytestmark = pytest.mark.measures
 
@@ -106,6 +110,17 @@ def run(
     feeds = {name: feeds_of(model.plain) for name, model in models.items()}
     for name, value in changed.items():
         feeds["gather" if name == "index" else "symbolic"][name] = value
+    return run_with(command, folder, models, feeds, threads)
+
+
+def run_with(
+    command: Sequence[str],
+    folder: Path,
+    models: Mapping[str, Carried],
+    feeds: Mapping[str, Mapping[str, Array]],
+    threads: int,
+) -> Any:
+    """As `run`, with these inputs for each model."""
     (folder / "calls").write_bytes(calls(models, feeds))
     done = subprocess.run(
         [*command, str(folder / "kernels.so"), str(folder / "calls"), str(folder / "results"), str(threads)],
@@ -131,21 +146,89 @@ def compare(result: Any, models: Mapping[str, Carried]) -> None:
             )
 
 
-def with_row(library: KernelLibrary, region: str, column: int, value: str) -> KernelLibrary:
-    """The library with another number in one row of its table of regions."""
+def with_row(library: KernelLibrary, region: int, column: int, value: str) -> KernelLibrary:
+    """The library with another number in the table of a region's plan."""
 
     def changed(match: re.Match[str]) -> str:
         cells = match.group(0).split(", ")
         cells[column] = cells[column].replace(re.findall(r"\d+", cells[column])[0], value)
         return ", ".join(cells)
 
-    tables, count = re.subn(rf'  \{{"{region}", .*\}},\n', changed, library.tables)
+    tables, count = re.subn(rf"  \{{0, .*, r{region}_p0_inputs, .*\}},\n", changed, library.tables)
     assert count == 1
     assert tables != library.tables
     return dataclasses.replace(library, tables=tables)
 
 
 # --- Tests
+
+ROWS = (0, 1, 5, 16, 21, 128, 130, 291)
+
+
+def for_rows(machine: Machine) -> tuple[KernelLibrary, dict[str, Carried], dict[str, dict[str, Array]]]:
+    """A library with regions for any number of rows, the models of the regions, and inputs of several sizes."""
+    text = (
+        "(float[N,48] x, float[N,5] z, int64[N] i) => (float[N,40] y, float[N,5] v)"
+        f" <float[48,40] w = {{{numbers(48, 40)}}}, float[7,40] t = {{{numbers(7, 40)}}}>"
+        " { a = MatMul(x, w) e = Gather(t, i) y = Add(a, e) v = Tanh(z) }"
+    )
+    plain = parsed(text)
+    region = region_of(plain.graph, range(len(plain.graph.node)))
+    blocks = []
+    for count in (128, 16, 1):
+        types = {}
+        for value in (*plain.graph.input, *plain.graph.output):
+            types[value.name] = TypeProto.FromString(value.type.SerializeToString())
+            types[value.name].tensor_type.shape.dim[0].dim_value = count
+        blocks.append(dataclasses.replace(compile_region(plain, region, types, machine), rows=count))
+    ports = (RowPort(1, 0),) * 5
+    compiled = dataclasses.replace(blocks[0], ports=ports, smaller=tuple(blocks[1:]))
+    models = {str(rows): Carried(plain, region, compiled, f"Rows_{rows}") for rows in ROWS}
+    rng = np.random.default_rng(0)
+    feeds: dict[str, dict[str, Array]] = {
+        str(rows): {
+            "x": rng.random((rows, 48), np.float32),
+            "z": rng.random((rows, 5), np.float32),
+            "i": rng.integers(0, 7, rows),
+        }
+        for rows in ROWS
+    }
+    return kernel_library({m.name: m.compiled for m in models.values()}, machine), models, feeds
+
+
+def compare_rows(
+    result: Any, models: Mapping[str, Carried], feeds: Mapping[str, Mapping[str, Array]]
+) -> None:
+    assert isinstance(result, dict), result
+    for name, model in models.items():
+        expected = ort.InferenceSession(model.plain.SerializeToString()).run(None, dict(feeds[name]))
+        assert isinstance(result[name], list), result[name]
+        for ours, right in zip(result[name], expected, strict=True):
+            array = np.frombuffer(ours, right.dtype).reshape(right.shape)
+            np.testing.assert_allclose(array, right, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_with_sanitizers(tmp_path: Path) -> None:
+    """Whole blocks, blocks that overlap, and blocks with fewer rows read and write nothing else."""
+    library, models, feeds = for_rows(detect(None, 2))
+    library.save(tmp_path / "kernels.so", options=SANITIZED)
+    command = [str(compiled(tmp_path, *SANITIZED))]
+    compare_rows(run_with(command, tmp_path, models, feeds, 3), models, feeds)
+    feeds["130"]["i"][-1] = 7
+    feeds["16"]["z"] = feeds["16"]["z"][:15]
+    result = run_with(command, tmp_path, models, feeds, 3)
+    assert "index 7 (input i) is outside of its table" in result["130"]
+    assert "input z is not of the type and the sizes [?, 5]" in result["16"]
+
+
+@pytest.mark.skipif(not X86 or shutil.which("valgrind") is None, reason="needs valgrind")
+def test_rows_under_valgrind(tmp_path: Path) -> None:
+    library, models, feeds = for_rows(
+        detect("haswell" if not lacking("x86_64-linux-gnu", "haswell") else None, 2)
+    )
+    library.save(tmp_path / "kernels.so")
+    command = ["valgrind", "-q", "--error-exitcode=9", "--leak-check=full", str(compiled(tmp_path))]
+    compare_rows(run_with(command, tmp_path, models, feeds, 1), models, feeds)
 
 
 def test_with_sanitizers(kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_path: Path) -> None:
@@ -171,7 +254,8 @@ def test_sanitizers_see_a_wrong_table(
 ) -> None:
     library, models = kernels
     steps = len(models["sum"].compiled.plan.calls)
-    with_row(library, models["sum"].name, 5, str(steps + 1)).save(tmp_path / "kernels.so", options=SANITIZED)
+    number = list(models).index("sum")
+    with_row(library, number, 2, str(steps + 1)).save(tmp_path / "kernels.so", options=SANITIZED)
     done = run([str(compiled(tmp_path, *SANITIZED))], tmp_path, models)
     assert "AddressSanitizer: global-buffer-overflow" in done.stderr
 
@@ -252,7 +336,8 @@ def test_under_valgrind(kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_p
     compare(run(command, tmp_path, models, threads=1), models)
 
     arena = models["matmul"].compiled.plan.arena
-    with_row(library, models["matmul"].name, -1, str(arena - 64)).save(tmp_path / "kernels.so")
+    number = list(models).index("matmul")
+    with_row(library, number, -1, str(arena - 64)).save(tmp_path / "kernels.so")
     done = run(command, tmp_path, models, threads=1)
     assert done.returncode == 9
     assert "Invalid write" in done.stderr

@@ -81,10 +81,12 @@ def choose_kernels(module: Any, machine: Machine, algorithms: Algorithms) -> Any
     matches = _matches(Function(main))
     if not matches:
         return module
-    options = [_options(match, machine) for match in matches]
+    shared = [_sharing(match.workload, machine, algorithms) for match in matches]
+    options = [_options(match, machine) if one is None else [one] for match, one in zip(matches, shared)]
     if (timings := algorithms.timings) is not None:
         far = weights_from_memory(main)
-        options = with_times(options, [timings.of(match.workload, far) for match in matches])
+        times = [timings.of(m.workload, far) if one is None else {} for m, one in zip(matches, shared)]
+        options = with_times(options, times)
     others = _layers(main) - len(matches)
     chosen = algorithms.choose(options, others)
     replacements = {}
@@ -107,8 +109,8 @@ def plain(workload: LayerWorkload, machine: Machine) -> Algorithm:
     """The plain algorithm that an untuned compilation chooses for a layer. Plain algorithms save no multiplications."""
     if isinstance(workload, direct.Convolution):
         return Algorithm.DIRECT if direct.gains(workload, machine) else Algorithm.TILES
-    wide = workload.columns >= 2 * machine.lanes and 4 * workload.terms * workload.columns >= _LEAST_WEIGHTS
-    return Algorithm.PRODUCT if wide and workload.rows in _ROWS else Algorithm.TILES
+    large = _is_large(workload, machine) and workload.rows in _ROWS
+    return Algorithm.PRODUCT if large else Algorithm.TILES
 
 
 def estimates(workload: LayerWorkload, machine: Machine) -> dict[Algorithm, float]:
@@ -120,6 +122,24 @@ def estimates(workload: LayerWorkload, machine: Machine) -> dict[Algorithm, floa
             kernel = KERNELS[algorithm]
             costs[algorithm] = kernel.cost(workload, kernel.best_blocking(workload, machine), machine)
     return costs
+
+
+def _sharing(workload: LayerWorkload, machine: Machine, algorithms: Algorithms) -> AlgorithmOption | None:
+    """The only option for a product that packs its weights as one with `packed_for` rows does; None for others."""
+    if (
+        not algorithms.packed_for
+        or not isinstance(workload, products.Product)
+        or not _is_large(workload, machine)
+    ):
+        return None
+    columns = products.best_blocking(products.with_rows(workload, algorithms.packed_for), machine).columns
+    blocking = products.best_blocking(workload, machine, columns)
+    return AlgorithmOption(Algorithm.PRODUCT, products.cost(workload, blocking, machine), blocking=blocking)
+
+
+def _is_large(workload: products.Product, machine: Machine) -> bool:
+    wide = workload.columns >= 2 * machine.lanes
+    return wide and 4 * workload.terms * workload.columns >= _LEAST_WEIGHTS
 
 
 def _layers(function: Any) -> int:

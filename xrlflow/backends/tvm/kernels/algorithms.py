@@ -130,6 +130,9 @@ class Algorithms:
     """Measured times, which replace estimates."""
     blocks: bool = True
     """Whether an inverted residual may be one kernel."""
+    packed_for: int = 0
+    """If not 0: large products pack their weights as the fastest kernel for this number of rows does, so that kernels
+    for other numbers of rows can share them."""
 
     def choose(self, layers: Sequence[Sequence[AlgorithmOption]], others: int) -> list[AlgorithmOption]:
         """Choose an option for each layer, so that the rounding errors together stay within the budget. The first

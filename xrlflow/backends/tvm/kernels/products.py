@@ -141,10 +141,19 @@ def _blocks(limit: int, cores: int) -> Iterator[int]:
         more *= 2
 
 
-def best_blocking(workload: Product, machine: Machine) -> ProductBlocking:
-    """The blocking with the least estimated time."""
-    best = min(_blockings(workload, machine), key=lambda blocking: _time_of_term(workload, blocking, machine))
-    return replace(best, ahead=_is_far(workload, machine))
+def best_blocking(workload: Product, machine: Machine, columns: int | None = None) -> ProductBlocking:
+    """The blocking with the least estimated time. `columns`: only blockings with tiles of so many columns."""
+    best = min(
+        (b for b in _blockings(workload, machine) if columns in (None, b.columns)),
+        key=lambda blocking: _time_of_term(workload, blocking, machine),
+    )
+    # One row reads weights as fast as memory allows, and prefetches only disturb (1.09 to 0.98 of ONNX Runtime's speed).
+    return replace(best, ahead=workload.rows > 1 and _is_far(workload, machine))
+
+
+def with_rows(workload: Product, rows: int) -> Product:
+    """The product with another number of rows."""
+    return replace(workload, image=(rows, workload.terms), out=(rows, workload.columns))
 
 
 def _is_far(workload: Product, machine: Machine) -> bool:

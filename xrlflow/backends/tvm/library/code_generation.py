@@ -33,11 +33,23 @@ further regions are lowered: each file takes some time of its own."""
 
 
 @dataclass(frozen=True, slots=True)
+class RowPort:
+    """An input or output of a region for any number of rows. `dimensions`: how many of its dimensions count rows.
+    `like`: the first input of the region that has the same row dimensions; -1: the rows are one dimension."""
+
+    dimensions: int
+    like: int
+
+
+@dataclass(frozen=True, slots=True)
 class CompiledRegion:
     """A region's execution plan, and the module with its kernels. `inputs` and `outputs`: their names in the model.
 
     `weights`: further inputs of the region's node, with their types as ONNX numbers them. Kernels do not read these
     inputs, since the library has copies of the weights. `chosen`: the algorithms that were chosen for layers.
+
+    A region for any number of rows has plans for blocks of several numbers of rows: `rows` for this plan (0: the region
+    has fixed sizes), and those of `smaller` blocks. `ports`: its inputs, then its outputs.
     """
 
     plan: ExecutionPlan
@@ -46,6 +58,14 @@ class CompiledRegion:
     outputs: tuple[str, ...]
     weights: tuple[tuple[str, int], ...] = ()
     chosen: tuple[AlgorithmChoice, ...] = ()
+    rows: int = 0
+    ports: tuple[RowPort, ...] = ()
+    smaller: tuple[CompiledRegion, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[CompiledRegion, ...]:
+        """The region for each number of rows, the largest first."""
+        return (self, *self.smaller)
 
 
 def compile_region(
@@ -80,7 +100,7 @@ class CodeGenerator:
     """Generates the code of kernels, in as many threads as may run at once, while the caller lowers further regions.
     Equal kernels of several regions are compiled once.
 
-    `symbols`: for each region that was added, the symbols of its kernels by their names. It is a context manager, whose
+    `symbols`: for each plan that was added, the symbols of its kernels by their names. It is a context manager, whose
     end waits for the threads: threads that go on would disturb the next measurement.
     """
 
@@ -108,6 +128,10 @@ class CodeGenerator:
 
     def add(self, region: CompiledRegion) -> None:
         """Begin to compile those kernels of a region that no earlier region has, once there are enough of them."""
+        for block in region.blocks:
+            self._add(block)
+
+    def _add(self, region: CompiledRegion) -> None:
         from tvm_ffi import structural_equal, structural_hash
 
         called, crossing = region.plan.kernels(), region.plan.crossing()

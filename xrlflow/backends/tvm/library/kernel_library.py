@@ -17,7 +17,7 @@ import onnx
 
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.fusion.checks import Check
-from xrlflow.backends.tvm.library.code_generation import CodeGenerator, CompiledRegion
+from xrlflow.backends.tvm.library.code_generation import CodeGenerator, CompiledRegion, RowPort
 from xrlflow.backends.tvm.lowering.plan import (
     ALIGNMENT,
     COPY,
@@ -156,7 +156,9 @@ def kernel_library(
     code = generator.objects()
     if any(_RUNTIME in part for part in code):
         raise BackendError("a kernel calls a function of TVM's runtime")
-    constants, offsets = _shared_constants(region.plan for region in regions.values())
+    constants, offsets = _shared_constants(
+        block.plan for region in regions.values() for block in region.blocks
+    )
     tables = "".join(_tables(regions, generator.symbols, offsets, machine))
     digest = hashlib.blake2b(digest_size=DIGITS // 2)
     for part in (*code, tables.encode(), *(array.tobytes() for array in constants)):
@@ -236,28 +238,60 @@ def _tables(
     yield f"const char* const xrlflow_features[] = {{{_list(features)}}};\n"
     yield f"const int32_t xrlflow_tasks = {machine.cores * _TASKS_PER_CORE};\n"
     rows = []
-    for index, ((name, region), own_offsets) in enumerate(zip(regions.items(), offsets)):
-        yield from _arrays(index, region, symbols[index], own_offsets)
-        rows.append(_row(index, name, region))
+    remaining = zip(symbols, offsets)
+    for index, (name, region) in enumerate(regions.items()):
+        plans = []
+        for number, (block, own_symbols, own_offsets) in enumerate(
+            (block, *next(remaining)) for block in region.blocks
+        ):
+            p = f"r{index}_p{number}"
+            yield from _arrays(p, block.plan, own_symbols, own_offsets)
+            plans.append(_plan(p, block))
+        yield f"static const struct plan r{index}_plans[] = {{\n{''.join(plans)}}};\n"
+        yield from _ports(f"r{index}", region)
+        rows.append(
+            f"  {{{_text(name)}, {len(region.inputs)}, {len(region.weights)}, {len(region.outputs)}, {len(plans)}, "
+            f"r{index}_inputs, r{index}_outputs, r{index}_plans}},\n"
+        )
     yield f"const int32_t xrlflow_regions = {len(rows)};\n"
     yield f"const struct region xrlflow_region[] = {{\n{''.join(rows)}}};\n"
 
 
-def _row(index: int, name: str, region: CompiledRegion) -> str:
-    plan, r = region.plan, f"r{index}"
+def _plan(p: str, block: CompiledRegion) -> str:
+    plan = block.plan
     checked = -1 if plan.checked is None else plan.checked
     return (
-        f"  {{{_text(name)}, {len(plan.inputs)}, {len(region.weights)}, {len(plan.outputs)}, {len(plan.tensors)}, "
-        f"{len(plan.calls)}, "
-        f"{len(plan.checks)}, {checked}, {r}_inputs, {r}_outputs, {r}_tensors, {r}_steps, {r}_checks, "
-        f"{r}_integers, {plan.arena}u}},\n"
+        f"  {{{block.rows}, {len(plan.tensors)}, {len(plan.calls)}, {len(plan.checks)}, {checked}, {p}_inputs, "
+        f"{p}_outputs, {p}_tensors, {p}_steps, {p}_checks, {p}_integers, {plan.arena}u}},\n"
     )
 
 
-def _arrays(
-    index: int, region: CompiledRegion, symbols: Mapping[str, str], offsets: Sequence[int]
-) -> Iterator[str]:
-    plan, r = region.plan, f"r{index}"
+def _ports(r: str, region: CompiledRegion) -> Iterator[str]:
+    plan = region.plan
+    ports = iter(region.ports or [RowPort(0, 0)] * (len(plan.inputs) + len(plan.outputs)))
+    for what, names, numbers in (
+        ("inputs", region.inputs, plan.inputs),
+        ("outputs", region.outputs, plan.outputs),
+    ):
+        rows: list[str] = []
+        for name, n in zip(names, numbers, strict=True):
+            tensor, port = plan.tensors[n], next(ports)
+            shape = f"{r}_{what}_shape{len(rows)}"
+            yield f"static const int64_t {shape}[] = {{{_list(tensor.shape)}}};\n"
+            each = tensor.bytes // max(1, region.rows)
+            rows.append(
+                f"  {{{_port_name(name)}, {_onnx_type(tensor.dtype)}, {port.dimensions}, {port.like}, "
+                f"{len(tensor.shape)}, {shape}, {each}u}},\n"
+            )
+        if what == "inputs":
+            rows += [
+                f"  {{{_text(one_line(name, _LONGEST_NAME))}, {kind}, 0, 0, 0, NULL, 0}},\n"
+                for name, kind in region.weights
+            ]
+        yield f"static const struct port {r}_{what}[] = {{\n{''.join(rows) or '  {0}'}}};\n"
+
+
+def _arrays(r: str, plan: ExecutionPlan, symbols: Mapping[str, str], offsets: Sequence[int]) -> Iterator[str]:
     shapes = {shape: n for n, shape in enumerate(dict.fromkeys(tensor.shape for tensor in plan.tensors))}
     for shape, number in shapes.items():
         yield f"static const int64_t {r}_shape{number}[] = {{{_list(shape)}}};\n"
@@ -275,20 +309,8 @@ def _arrays(
     rows = "".join(f"  {_check(check)},\n" for check in plan.checks)
     yield f"static const struct check {r}_checks[] = {{\n{rows or '  {0}'}}};\n"
     yield f"static const int64_t {r}_integers[] = {{{_list(f'INT64_C({n})' for n in plan.integers)}}};\n"
-    for what, names, numbers in (
-        ("inputs", region.inputs, plan.inputs),
-        ("outputs", region.outputs, plan.outputs),
-    ):
-        rows = "".join(
-            f"  {{{_port_name(name)}, {_onnx_type(plan.tensors[n].dtype)}, {n}}},\n"
-            for name, n in zip(names, numbers, strict=True)
-        )
-        if what == "inputs":
-            rows += "".join(
-                f"  {{{_text(one_line(name, _LONGEST_NAME))}, {kind}, -1}},\n"
-                for name, kind in region.weights
-            )
-        yield f"static const struct port {r}_{what}[] = {{\n{rows or '  {0}'}}};\n"
+    yield f"static const int32_t {r}_inputs[] = {{{_list(plan.inputs)}}};\n"
+    yield f"static const int32_t {r}_outputs[] = {{{_list(plan.outputs)}}};\n"
 
 
 def _port_name(name: str) -> str:

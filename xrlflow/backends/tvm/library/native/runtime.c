@@ -30,6 +30,7 @@ enum {
   ELEMENT_TYPE = 60,
   DIMENSIONS_COUNT = 61,
   DIMENSIONS = 62,
+  SYMBOLIC_DIMENSIONS = 63,
   TENSOR_SHAPE = 65,
   CONTEXT_INPUT = 90,
   CONTEXT_OUTPUT = 91,
@@ -38,7 +39,9 @@ enum {
   RELEASE_DOMAIN = 101,
   ADD_CONFIG_ENTRY = 130,
   HAS_CONFIG_ENTRY = 237,
+  INFER_INPUT = 268,
   INFER_SET_OUTPUT = 270,
+  SET_SYMBOLIC_DIMENSIONS = 271,
   PARALLEL_FOR = 274,
 };
 struct Api {
@@ -207,12 +210,22 @@ void (*__TVMFFIErrorSetRaisedFromCStrParts)(const char*, const char* const*, int
 
 /* --- Kernels of one region */
 
-/* Memory and prepared arguments for one call at a time. Calls that run at once have one each. */
-struct instance {
-  struct instance* next;
+/* Memory and prepared arguments of a plan. */
+struct prepared {
+  const struct plan* plan;
   unsigned char* arena;
+  unsigned char* padded; /* a block of all inputs and outputs, for fewer rows than a block has; NULL until needed */
   DLTensor* tensor;
   Any* arguments;
+};
+
+/* What one call at a time needs: calls that run at once have one each. Plans are prepared when they are needed. */
+struct instance {
+  struct instance* next;
+  struct prepared* prepared;
+  unsigned char **input, **output;   /* the memory of the inputs and outputs of the call */
+  int64_t (*sizes)[MOST_DIMENSIONS]; /* of its inputs */
+  int64_t rows;                      /* of a region for any number of rows */
 };
 
 struct kernel {
@@ -231,28 +244,44 @@ int xrlflow_copy(void* self, const Any* arguments, int32_t count, Any* result) {
   return 0;
 }
 
-static void free_instance(struct instance* instance) {
+static void free_instance(struct instance* instance, int32_t plans) {
   if (instance == NULL) return;
-  free(instance->arena);
-  free(instance->tensor);
-  free(instance->arguments);
+  for (int32_t i = 0; instance->prepared != NULL && i < plans; i++) {
+    free(instance->prepared[i].arena);
+    free(instance->prepared[i].padded);
+    free(instance->prepared[i].tensor);
+    free(instance->prepared[i].arguments);
+  }
+  free(instance->prepared);
+  free(instance->input);
+  free(instance->output);
+  free(instance->sizes);
   free(instance);
 }
 
 static struct instance* new_instance(const struct region* region) {
-  size_t arguments = 0;
-  for (int32_t i = 0; i < region->steps; i++) arguments += (size_t)region->step[i].count;
   struct instance* made = calloc(1, sizeof *made);
   if (made == NULL) return NULL;
-  made->arena = aligned(region->arena);
-  made->tensor = calloc((size_t)region->tensors + 1, sizeof *made->tensor);
-  made->arguments = calloc(arguments + 1, sizeof *made->arguments);
-  if (made->arena == NULL || made->tensor == NULL || made->arguments == NULL) {
-    free_instance(made);
-    return NULL;
-  }
-  for (int32_t i = 0; i < region->tensors; i++) {
-    const struct tensor* said = &region->tensor[i];
+  made->prepared = calloc((size_t)region->plans, sizeof *made->prepared);
+  made->input = calloc((size_t)region->inputs + 1, sizeof *made->input);
+  made->output = calloc((size_t)region->outputs + 1, sizeof *made->output);
+  made->sizes = calloc((size_t)region->inputs + 1, sizeof *made->sizes);
+  if (made->prepared && made->input && made->output && made->sizes) return made;
+  free_instance(made, region->plans);
+  return NULL;
+}
+
+/* Whether there is memory for a plan. */
+static int prepare(struct prepared* made, const struct plan* plan) {
+  if (made->plan != NULL) return 1;
+  size_t arguments = 0;
+  for (int32_t i = 0; i < plan->steps; i++) arguments += (size_t)plan->step[i].count;
+  if (made->arena == NULL) made->arena = aligned(plan->arena);
+  if (made->tensor == NULL) made->tensor = calloc((size_t)plan->tensors + 1, sizeof *made->tensor);
+  if (made->arguments == NULL) made->arguments = calloc(arguments + 1, sizeof *made->arguments);
+  if (made->arena == NULL || made->tensor == NULL || made->arguments == NULL) return 0;
+  for (int32_t i = 0; i < plan->tensors; i++) {
+    const struct tensor* said = &plan->tensor[i];
     DLTensor* tensor = &made->tensor[i];
     tensor->device_type = 1; /* a processor */
     tensor->ndim = said->ndim, tensor->shape = said->shape;
@@ -261,16 +290,17 @@ static struct instance* new_instance(const struct region* region) {
     if (said->place == CONSTANT) tensor->data = (void*)(uintptr_t)(xrlflow_constants + said->offset);
   }
   Any* argument = made->arguments;
-  for (int32_t i = 0; i < region->steps; i++) {
-    const struct step* step = &region->step[i];
+  for (int32_t i = 0; i < plan->steps; i++) {
+    const struct step* step = &plan->step[i];
     for (int32_t j = 0; j < step->count; j++, argument++) {
       int32_t given = step->arguments[j];
       argument->type_index = given < 0 ? ANY_INT : ANY_TENSOR;
-      if (given < 0) argument->v_int64 = region->integers[-1 - given];
+      if (given < 0) argument->v_int64 = plan->integers[-1 - given];
       else argument->v_ptr = &made->tensor[given];
     }
   }
-  return made;
+  made->plan = plan;
+  return 1;
 }
 
 static struct instance* take_instance(struct kernel* kernel) {
@@ -292,15 +322,30 @@ static Status* error(const Api* api, int code, const char* text) {
   return CALL(api, CREATE_STATUS, (int, const char*), code, text);
 }
 
-/* NULL if `value`, input `index` of a region, has the element type and the sizes that kernels were compiled for. */
-static Status* check_input(const struct kernel* kernel, int32_t index, const void* value) {
+static Status* wrong_sizes(const struct kernel* kernel, const struct port* port) {
+  char text[TEXT] = "";
+  append(text, kernel->region->name);
+  append(text, ": input ");
+  append(text, port->name);
+  append(text, " is not of the type and the sizes [");
+  for (int32_t i = 0; i < port->ndim; i++) {
+    if (i) append(text, ", ");
+    if (i < port->open) append(text, "?");
+    else append_number(text, port->shape[i]);
+  }
+  append(text, "] that its kernels were compiled for");
+  if (port->open) append(text, ", or not of those that the model declares to be equal");
+  return error(kernel->api, INVALID_ARGUMENT, text);
+}
+
+/* Read the sizes of input `index`. NULL if they and the element type are those that kernels were compiled for. */
+static Status* check_input(const struct kernel* kernel, int32_t index, const void* value, struct instance* call) {
   const Api* api = kernel->api;
   const struct port* port = &kernel->region->input[index];
-  const struct tensor* wanted = &kernel->region->tensor[port->tensor];
+  int64_t* sizes = call->sizes[index];
   void* shape = NULL;
   size_t count = 0;
   int type = 0;
-  int64_t sizes[MOST_DIMENSIONS] = {0};
   Status* status = CALL(api, TENSOR_SHAPE, (const void*, void**), value, &shape);
   if (status != NULL) return status;
   status = CALL(api, ELEMENT_TYPE, (const void*, int*), shape, &type);
@@ -310,63 +355,53 @@ static Status* check_input(const struct kernel* kernel, int32_t index, const voi
   }
   RELEASE(api, RELEASE_SHAPE, shape);
   if (status != NULL) return status;
-  int same = type == port->type && count == (size_t)wanted->ndim;
-  for (int32_t i = 0; same && i < wanted->ndim; i++) same = sizes[i] == wanted->shape[i];
-  if (same) return NULL;
-  char text[TEXT] = "";
-  append(text, kernel->region->name);
-  append(text, ": input ");
-  append(text, port->name);
-  append(text, " is not of the type and the sizes [");
-  for (int32_t i = 0; i < wanted->ndim; i++) {
-    if (i) append(text, ", ");
-    append_number(text, wanted->shape[i]);
+  int same = type == port->type && count == (size_t)port->ndim;
+  int64_t rows = 1;
+  for (int32_t i = 0; same && i < port->open; i++) {
+    rows *= sizes[i];
+    same = sizes[i] == call->sizes[port->like][i];
   }
-  append(text, "] that its kernels were compiled for");
-  return error(api, INVALID_ARGUMENT, text);
+  for (int32_t i = port->open; same && i < port->ndim; i++) same = sizes[i] == port->shape[i];
+  if (index == 0) call->rows = rows;
+  if (port->open) same = same && rows == call->rows;
+  return same ? NULL : wrong_sizes(kernel, port);
 }
 
-/* Point the tensors of inputs and outputs to the memory of this call. */
-static Status* bind(const struct kernel* kernel, struct instance* instance, void* context) {
+/* Find the memory of this call's inputs and outputs. */
+static Status* bind(const struct kernel* kernel, void* context, struct instance* call) {
   const Api* api = kernel->api;
   const struct region* region = kernel->region;
   for (int32_t i = 0; i < region->inputs; i++) {
-    void *value = NULL, *data = NULL;
+    void* value = NULL;
     Status* status = CALL(api, CONTEXT_INPUT, (void*, size_t, void**), context, (size_t)i, &value);
     if (status == NULL && value == NULL) status = error(api, INVALID_ARGUMENT, "an input is missing");
-    if (status == NULL) status = check_input(kernel, i, value);
-    if (status == NULL) status = CALL(api, TENSOR_DATA, (void*, void**), value, &data);
+    if (status == NULL) status = check_input(kernel, i, value, call);
+    if (status == NULL) status = CALL(api, TENSOR_DATA, (void*, void**), value, (void**)&call->input[i]);
     if (status != NULL) return status;
-    instance->tensor[region->input[i].tensor].data = data;
   }
   for (int32_t i = 0; i < region->outputs; i++) {
-    void *value = NULL, *data = NULL;
-    const struct tensor* tensor = &region->tensor[region->output[i].tensor];
-    Status* status = CALL(api, CONTEXT_OUTPUT, (void*, size_t, const int64_t*, size_t, void**), context, (size_t)i,
-                          tensor->shape, (size_t)tensor->ndim, &value);
-    if (status == NULL && value == NULL) status = error(api, INVALID_ARGUMENT, "an output is missing");
-    if (status == NULL) status = CALL(api, TENSOR_DATA, (void*, void**), value, &data);
-    if (status != NULL) return status;
-    instance->tensor[region->output[i].tensor].data = data;
-  }
-  /* views of inputs and outputs */
-  for (int32_t i = 0; i < region->tensors; i++) {
-    const struct tensor* tensor = &region->tensor[i];
-    if (tensor->place == INPUT) {
-      instance->tensor[i].data = instance->tensor[region->input[tensor->offset].tensor].data;
-    } else if (tensor->place == OUTPUT) {
-      instance->tensor[i].data = instance->tensor[region->output[tensor->offset].tensor].data;
+    void* value = NULL;
+    const struct port* port = &region->output[i];
+    int64_t sizes[MOST_DIMENSIONS];
+    for (int32_t d = 0; d < port->ndim; d++) {
+      if (d >= port->open) sizes[d] = port->shape[d];
+      else sizes[d] = port->like < 0 ? call->rows : call->sizes[port->like][d];
     }
+    Status* status = CALL(api, CONTEXT_OUTPUT, (void*, size_t, const int64_t*, size_t, void**), context, (size_t)i,
+                          sizes, (size_t)port->ndim, &value);
+    if (status == NULL && value == NULL) status = error(api, INVALID_ARGUMENT, "an output is missing");
+    if (status == NULL) status = CALL(api, TENSOR_DATA, (void*, void**), value, (void**)&call->output[i]);
+    if (status != NULL) return status;
   }
   return NULL;
 }
 
-static Status* check_indices(const struct kernel* kernel, const struct instance* instance) {
-  const struct region* region = kernel->region;
-  if (region->checked < 0) return NULL;
-  const int64_t* ends = instance->tensor[region->checked].data;
-  for (int32_t i = 0; i < region->checks; i++) {
-    const struct check* check = &region->check[i];
+static Status* check_indices(const struct kernel* kernel, const struct prepared* prepared) {
+  const struct plan* plan = prepared->plan;
+  if (plan->checked < 0) return NULL;
+  const int64_t* ends = prepared->tensor[plan->checked].data;
+  for (int32_t i = 0; i < plan->checks; i++) {
+    const struct check* check = &plan->check[i];
     int64_t least = ends[2 * i], greatest = ends[2 * i + 1];
     if (check->low <= least && greatest <= check->high) continue;
     char text[TEXT] = "";
@@ -391,24 +426,33 @@ static int64_t now(void) {
   return time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-static int64_t* spent_by(const struct region* region) {
+static int64_t* spent_by(const struct plan* plan) {
   int64_t* found = xrlflow_spent;
-  for (const struct region* other = xrlflow_region; other != region; other++) found += other->steps;
-  return found;
+  for (const struct region* region = xrlflow_region;; region++) {
+    for (int32_t i = 0; i < region->plans; i++) {
+      if (&region->plan[i] == plan) return found;
+      found += region->plan[i].steps;
+    }
+  }
 }
 #endif
 
-static Status* run(struct kernel* kernel, struct instance* instance, void* context) {
-  const struct region* region = kernel->region;
-  Status* status = bind(kernel, instance, context);
-  if (status != NULL) return status;
+/* Run a plan on the memory that the tensors of its inputs and outputs point to. */
+static Status* run_plan(const struct kernel* kernel, struct prepared* prepared, void* context) {
+  const struct plan* plan = prepared->plan;
+  /* views of inputs and outputs */
+  for (int32_t i = 0; i < plan->tensors; i++) {
+    const struct tensor* tensor = &plan->tensor[i];
+    if (tensor->place == INPUT) prepared->tensor[i].data = prepared->tensor[plan->input[tensor->offset]].data;
+    if (tensor->place == OUTPUT) prepared->tensor[i].data = prepared->tensor[plan->output[tensor->offset]].data;
+  }
   struct running here = {kernel->api, context};
   struct running* outer = running;
-  const Any* arguments = instance->arguments;
+  const Any* arguments = prepared->arguments;
   int failed = 0;
   running = &here;
-  for (int32_t i = 0; i < region->steps && !failed; i++) {
-    const struct step* step = &region->step[i];
+  for (int32_t i = 0; i < plan->steps && !failed; i++) {
+    const struct step* step = &plan->step[i];
     Any result = {ANY_NONE, 0, {0}};
     said[0] = 0;
 #ifdef XRLFLOW_PROFILE
@@ -416,19 +460,105 @@ static Status* run(struct kernel* kernel, struct instance* instance, void* conte
 #endif
     failed = step->kernel(NULL, arguments, step->count, &result) != 0;
 #ifdef XRLFLOW_PROFILE
-    spent_by(region)[i] = now() - begun;
+    spent_by(plan)[i] = now() - begun;
 #endif
     arguments += step->count;
   }
   running = outer;
   if (failed) {
     char text[TEXT] = "";
-    append(text, region->name);
+    append(text, kernel->region->name);
     append(text, ": ");
     append(text, said[0] ? said : "a kernel failed");
     return error(kernel->api, FAIL, text);
   }
-  return check_indices(kernel, instance);
+  return check_indices(kernel, prepared);
+}
+
+static Status* no_memory(const struct kernel* kernel) {
+  return error(kernel->api, FAIL, "no memory for a region of kernels");
+}
+
+/* Run a plan on a block of rows, from `first` on. If there are fewer than it has, the last one is repeated: its values
+ * are valid, which zeros may not be. */
+static Status* run_block(const struct kernel* kernel, struct prepared* prepared, const struct instance* call,
+                         void* context, int64_t first) {
+  const struct region* region = kernel->region;
+  const struct plan* plan = prepared->plan;
+  uint64_t there = (uint64_t)(call->rows - first), block = (uint64_t)plan->rows;
+  int pads = there < block;
+  if (pads && prepared->padded == NULL) {
+    uint64_t bytes = 0;
+    for (int32_t i = 0; i < region->inputs; i++) bytes += region->input[i].bytes * block + ALIGNMENT;
+    for (int32_t i = 0; i < region->outputs; i++) bytes += region->output[i].bytes * block + ALIGNMENT;
+    prepared->padded = aligned(bytes);
+    if (prepared->padded == NULL) return no_memory(kernel);
+  }
+  unsigned char* padded = prepared->padded;
+  for (int32_t i = 0; i < region->inputs; i++) {
+    uint64_t bytes = region->input[i].bytes;
+    unsigned char* data = call->input[i] + (uint64_t)first * bytes;
+    if (pads && bytes) {
+      memcpy(padded, data, there * bytes);
+      for (uint64_t row = there; row < block; row++) {
+        memcpy(padded + row * bytes, data + (there - 1) * bytes, bytes);
+      }
+      data = padded;
+      padded += (bytes * block + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    }
+    prepared->tensor[plan->input[i]].data = data;
+  }
+  unsigned char* results = padded;
+  for (int32_t i = 0; i < region->outputs; i++) {
+    uint64_t bytes = region->output[i].bytes;
+    prepared->tensor[plan->output[i]].data = pads ? padded : call->output[i] + (uint64_t)first * bytes;
+    if (pads) padded += (bytes * block + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  }
+  Status* status = run_plan(kernel, prepared, context);
+  for (int32_t i = 0; pads && status == NULL && i < region->outputs; i++) {
+    uint64_t bytes = region->output[i].bytes;
+    memcpy(call->output[i] + (uint64_t)first * bytes, results, there * bytes);
+    results += (bytes * block + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  }
+  return status;
+}
+
+/* The relative time of a block, as measured with T5: reading all weights takes as long as multiplying with them LEAST
+ * times, and a part of the work for each row is no multiplication. */
+enum { LEAST = 11 };
+
+static int64_t time_of(int64_t block) { return 16 * (block > LEAST ? block : LEAST) + 5 * block + 20; }
+
+/* The least time for this many rows by plan `first` and those for fewer rows. `blocks`: how many of `first`. */
+static int64_t divide(const struct region* region, int32_t first, int64_t rows, int64_t* blocks) {
+  int64_t block = region->plan[first].rows, other = 0;
+  *blocks = (rows + block - 1) / block;
+  int64_t all = *blocks * time_of(block);
+  if (first + 1 == region->plans || rows % block == 0) return all;
+  int64_t some = rows / block * time_of(block) + divide(region, first + 1, rows % block, &other);
+  if (all <= some) return all;
+  *blocks = rows / block;
+  return some;
+}
+
+static Status* run(struct kernel* kernel, struct instance* call, void* context) {
+  const struct region* region = kernel->region;
+  Status* status = bind(kernel, context, call);
+  int64_t done = 0;
+  for (int32_t i = 0; status == NULL && i < region->plans && (region->plan[i].rows == 0 || done < call->rows); i++) {
+    const struct plan* plan = &region->plan[i];
+    int64_t blocks = 1;
+    if (plan->rows) divide(region, i, call->rows - done, &blocks);
+    if (blocks && !prepare(&call->prepared[i], plan)) return no_memory(kernel);
+    for (; status == NULL && blocks > 0; blocks--) {
+      int64_t first = done;
+      /* The last block may overlap the one before, and computes its rows again. */
+      if (first + plan->rows > call->rows) first = call->rows > plan->rows ? call->rows - plan->rows : 0;
+      status = run_block(kernel, &call->prepared[i], call, context, first);
+      done = first + plan->rows;
+    }
+  }
+  return status;
 }
 
 /* --- What ONNX Runtime calls */
@@ -436,7 +566,7 @@ static Status* run(struct kernel* kernel, struct instance* instance, void* conte
 static Status* compute_checked(void* given, void* context) {
   struct kernel* kernel = given;
   struct instance* instance = take_instance(kernel);
-  if (instance == NULL) return error(kernel->api, FAIL, "no memory for a region of kernels");
+  if (instance == NULL) return no_memory(kernel);
   Status* status = run(kernel, instance, context);
   give_instance(kernel, instance);
   return status;
@@ -471,24 +601,56 @@ static void destroy(void* given) {
   if (kernel == NULL) return;
   while (kernel->idle != NULL) {
     struct instance* next = kernel->idle->next;
-    free_instance(kernel->idle);
+    free_instance(kernel->idle, kernel->region->plans);
     kernel->idle = next;
   }
   pthread_mutex_destroy(&kernel->lock);
   free(kernel);
 }
 
+/* The row dimensions of an output, as ONNX Runtime knows them of input `like`: numbers (-1: open) and names. NULL and no
+ * error if it knows nothing. */
+static Status* infer_rows(const Operator* op, void* context, const struct port* port, int64_t* sizes,
+                          const char** names, int* known) {
+  const Api* api = op->api;
+  void* shape = NULL;
+  size_t count = 0;
+  *known = 0;
+  if (port->like < 0) return NULL;
+  Status* status = CALL(api, INFER_INPUT, (const void*, size_t, void**), context, (size_t)port->like, &shape);
+  if (status == NULL) status = CALL(api, DIMENSIONS_COUNT, (const void*, size_t*), shape, &count);
+  if (status != NULL || count != (size_t)op->region->input[port->like].ndim || count > MOST_DIMENSIONS) return status;
+  status = CALL(api, DIMENSIONS, (const void*, int64_t*, size_t), shape, sizes, count);
+  if (status == NULL) status = CALL(api, SYMBOLIC_DIMENSIONS, (const void*, const char**, size_t), shape, names, count);
+  *known = status == NULL;
+  for (int32_t i = 0; i < port->open; i++) {
+    if (sizes[i] < 0 && (names[i] == NULL || !names[i][0])) *known = 0;
+  }
+  return status;
+}
+
 static Status* infer_shape(const Operator* op, void* context) {
   const Api* api = op->api;
   for (int32_t i = 0; i < op->region->outputs; i++) {
     const struct port* port = &op->region->output[i];
-    const struct tensor* tensor = &op->region->tensor[port->tensor];
+    int64_t sizes[MOST_DIMENSIONS];
+    const char* names[MOST_DIMENSIONS];
+    if (port->open) {
+      int known = 0;
+      Status* status = infer_rows(op, context, port, sizes, names, &known);
+      if (status != NULL) return status;
+      if (!known) continue;
+    }
+    for (int32_t d = port->open; d < port->ndim; d++) sizes[d] = port->shape[d], names[d] = "";
     void* shape = NULL;
     Status* status = CALL(api, CREATE_SHAPE, (void**), &shape);
     if (status != NULL) return status;
     status = CALL(api, SET_ELEMENT_TYPE, (void*, int), shape, port->type);
     if (status == NULL) {
-      status = CALL(api, SET_DIMENSIONS, (void*, const int64_t*, size_t), shape, tensor->shape, (size_t)tensor->ndim);
+      status = CALL(api, SET_DIMENSIONS, (void*, const int64_t*, size_t), shape, sizes, (size_t)port->ndim);
+    }
+    if (status == NULL && port->open) {
+      status = CALL(api, SET_SYMBOLIC_DIMENSIONS, (void*, const char**, size_t), shape, names, (size_t)port->ndim);
     }
     if (status == NULL) status = CALL(api, INFER_SET_OUTPUT, (void*, size_t, void*), context, (size_t)i, shape);
     RELEASE(api, RELEASE_SHAPE, shape);

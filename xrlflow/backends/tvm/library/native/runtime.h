@@ -47,7 +47,7 @@ struct tensor {
   const int64_t* shape;
 };
 
-/* One call of a kernel. A negative argument -1 - i is the integer `integers[i]` of the region. */
+/* One call of a kernel. A negative argument -1 - i is the integer `integers[i]` of the plan. */
 struct step {
   Kernel kernel;
   int32_t count;
@@ -60,22 +60,35 @@ struct check {
   const char *before, *after; /* after: NULL if no number is shown */
 };
 
+/* An input or output. In a region for any number of rows, its first `open` dimensions have other sizes in each call:
+ * those of input `like`, or the number of rows if `like` is -1. */
 struct port {
   const char* name;
   int32_t type; /* ONNXTensorElementDataType */
-  int32_t tensor;
+  int32_t open, like;
+  int32_t ndim;
+  const int64_t* shape;
+  uint64_t bytes; /* of all elements; of a row in a region for any number of rows */
 };
 
-struct region {
-  const char* name;
-  int32_t inputs, weights, outputs, tensors, steps, checks; /* weights: inputs after these, which are not read */
+/* What is called for a block of `rows` rows, or, if that is 0, for all sizes as they are. */
+struct plan {
+  int64_t rows;
+  int32_t tensors, steps, checks;
   int32_t checked; /* the tensor int64[checks, 2] of least and greatest elements; -1 without checks */
-  const struct port *input, *output;
+  const int32_t *input, *output; /* the tensor of each */
   const struct tensor* tensor;
   const struct step* step;
   const struct check* check;
   const int64_t* integers;
   uint64_t arena; /* bytes */
+};
+
+struct region {
+  const char* name;
+  int32_t inputs, weights, outputs, plans; /* weights: inputs after these, which are not read */
+  const struct port *input, *output;
+  const struct plan* plan; /* those for more rows first */
 };
 
 /* A kernel of our own: copies a tensor. For outputs that are an input, a constant, or another output as well. */
