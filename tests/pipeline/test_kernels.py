@@ -10,6 +10,7 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -23,6 +24,7 @@ from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.library_files import library_of
 from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm.fusion import layers as layers_fusion
 from xrlflow.backends.tvm.kernels import winograd
 from xrlflow.backends.tvm.kernels.winograd_errors import Errors
@@ -206,6 +208,21 @@ def test_verification_runs_blocks_of_all_sizes() -> None:
     checked = asked(network("N")).verification
     assert checked is not None
     assert max(sizes["N"] for sizes in checked.bindings) > 128
+
+
+def test_kernels_that_are_slower_with_some_sizes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def measured(paths: Any, given: Any, **options: Any) -> Any:
+        shapes.append(given["x"].shape)
+        slower = given["x"].shape == (1, 256, 48)
+        return Mock(speedup=SpeedUp(*([0.9, 0.85, 0.95] if slower else [1.2, 1.1, 1.3])))
+
+    monkeypatch.setattr(kernels, "measure", measured)
+    result = asked(network("1,T"), backend="auto", measure=True, time_limit=20.0, threads=1)
+    assert shapes[:3] == [(1, 64, 48), (1, 8, 48), (1, 256, 48)], result.report.notes
+    assert "generated kernels were dropped: they are slower with some sizes" in result.report.notes
+    assert result.hybrid is None
 
 
 def test_a_model_without_rows_learns_why_it_has_no_kernels() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.verify.models import model, normal
 from xrlflow.backends import BackendError
 from xrlflow.onnxio import load
-from xrlflow.verify import InputsNeeded, Reference, feeds_for_measurement, verify
+from xrlflow.verify import InputsNeeded, Reference, feeds_at_other_sizes, feeds_for_measurement, verify
 from xrlflow.verify.cases import CaseSampler
 from xrlflow.verify.inputs import Case, InputPlan
 
@@ -412,3 +412,18 @@ def test_what_was_drawn_too_narrowly(name: str) -> None:
     a, b = map(made, DRAWN_TOO_NARROWLY[name])
     assert not verify(a, b).verified
     assert verify(a, a).verified
+
+
+def test_feeds_at_other_sizes() -> None:
+    """Few and many elements, where the model runs. Sizes of the user stay."""
+    proto = model("g (float[batch, s] x) => (float[batch, s] y) { y = Relu(x) }")
+
+    def run(feeds: dict[str, Any]) -> None:
+        if feeds["x"].shape == (1, 8):
+            raise BackendError("it does not run")
+
+    found = feeds_at_other_sizes(load(proto), run)
+    assert [(dict(bindings), feeds["x"].shape) for bindings, feeds in found] == [
+        ({"batch": 4, "s": 256}, (4, 256))
+    ]
+    assert feeds_at_other_sizes(load(proto, shapes={"x": (2, 9)}), run) == []

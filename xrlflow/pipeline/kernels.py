@@ -24,13 +24,14 @@ import numpy as np
 from xrlflow.backends import BackendError
 from xrlflow.backends.children import Child
 from xrlflow.backends.library_files import library_path
-from xrlflow.backends.onnxruntime import Options, measure, with_library
+from xrlflow.backends.onnxruntime import Options, measure, open_model, with_library
 from xrlflow.backends.onnxruntime.saturation import saturates
 from xrlflow.backends.protocol import OutOfTime
 from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
 from xrlflow.backends.tvm.library.hybrid import Hybrid, open_inputs
 from xrlflow.common import deadline
 from xrlflow.ir import Graph
+from xrlflow.onnxio import load
 from xrlflow.pipeline.choose import Proposal, offer, plain, propose
 from xrlflow.pipeline.confirm import Judging
 from xrlflow.pipeline.context import Context
@@ -44,6 +45,7 @@ from xrlflow.search.result import Limits
 from xrlflow.search.sweep import sweep
 from xrlflow.tuning.lowering import Lowering, load_tvm
 from xrlflow.tuning.store import Store
+from xrlflow.verify import feeds_at_other_sizes
 
 MARGIN = 1.02
 """A model with kernels must certainly be at least this many times faster than the plain file, since its deployment
@@ -364,7 +366,7 @@ class _Trials:
                 before = original if plain is None else self.context.artifact(plain.state.graph).file
                 margin, name = MARGIN, "the plain file"
                 self.fastest = built if self.asked else None
-            if self._faster(before, built.path, margin, name):
+            if self._faster(before, built.path, margin, name) and not self._slower_elsewhere(before, built):
                 self.fastest = built
             if not self._has_time(time.monotonic() - begun):
                 break
@@ -433,3 +435,39 @@ class _Trials:
                 return False
         context.notes.append(f"with generated kernels, measured against {name}: {measured.speedup}")
         return measured.speedup.low > margin
+
+    def _slower_elsewhere(self, before: str | bytes, built: _BuiltCandidate) -> bool:
+        """Whether kernels for any number of rows certainly make the model slower with few rows or with many."""
+        context = self.context
+        if not built.hybrid.rows or context.feeds is None:
+            return False
+        options = with_library(context.options.session_options, str(library_path(built.path)))
+        with (
+            context.clock.phase("select"),
+            open_model(
+                context.original.runnable,
+                threads=context.threads,
+                session_options=context.options.session_options,
+            ) as original,
+        ):
+            imported = load(context.original.source, shapes=context.shapes)  # not bound to the usual sizes
+            sizes = feeds_at_other_sizes(imported, original.run, context.options.seed)
+        for bindings, feeds in sizes:
+            shown = ", ".join(f"{name}={size}" for name, size in bindings.items())
+            if not self._has_time(_COMPARING):
+                context.notes.append(f"not measured with {shown}: there was no time (--time-limit)")
+                return False
+            with context.clock.phase("select"):
+                try:
+                    measured = measure(
+                        [before, built.path], feeds, threads=context.threads, time_limit=_COMPARING,
+                        target_width=_NARROW, control=False, session_options=options,
+                    )  # fmt: skip
+                except BackendError as error:
+                    context.notes.append(f"generated kernels were dropped: with {shown}: {error}")
+                    return True
+            context.notes.append(f"with generated kernels and {shown}: {measured.speedup}")
+            if measured.speedup.slower:
+                context.notes.append("generated kernels were dropped: they are slower with some sizes")
+                return True
+        return False

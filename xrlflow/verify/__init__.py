@@ -3,7 +3,7 @@ drawn at random (`inputs`), and bisection finds the substitution that breaks a m
 
 from xrlflow.verify.bisect import NotASubstitution, NotRepeatable, blame
 from xrlflow.verify.branches import GUARD
-from xrlflow.verify.cases import feeds_for_measurement
+from xrlflow.verify.cases import feeds_at_other_sizes, feeds_for_measurement
 from xrlflow.verify.equivalence import (
     HEADERS,
     OutputReport,
@@ -31,6 +31,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "blame",
+    "feeds_at_other_sizes",
     "feeds_for_measurement",
     "not_exercised",
     "verify",

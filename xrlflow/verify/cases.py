@@ -10,6 +10,7 @@ are always compared on the same inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, cycle, islice, zip_longest
 from typing import Any, Generic, TypeVar
@@ -410,6 +411,28 @@ def feeds_for_measurement(
         "no inputs could be drawn on which the model runs: give some with --inputs data.npz, or shapes with --shape",
         next(iter(failures), ""),
     )
+
+
+def feeds_at_other_sizes(
+    imported: ImportedModel, run: Callable[[Feeds], object], seed: int = 0
+) -> list[tuple[Bindings, dict[str, Any]]]:
+    """Inputs with few and with many elements: dimensions that the user does not state are an eighth, and four times, of
+    what `feeds_for_measurement` takes. Only those with which the model runs (`run` raises BackendError if it fails).
+    """
+    plan = InputPlan.of(imported)
+    usual = plan.dimensions.default(plan.bound)
+    free = [s.name for s in plan.dimensions.slots if s.name not in plan.bound and s.role is not Role.RANK]
+    found: list[tuple[Bindings, dict[str, Any]]] = []
+    for factor in (0.125, 4):
+        sizes = {name: max(1, int(factor * usual[name])) for name in free}
+        bindings = plan.dimensions.changed(usual, sizes)
+        if bindings == usual or plan.nbytes(bindings) > _DRAWN:
+            continue
+        feeds = dict(plan.case(bindings, seed, 0).feeds)
+        with suppress(BackendError):
+            run(feeds)
+            found.append((bindings, feeds))
+    return found
 
 
 def _smaller(plan: InputPlan, bindings: Bindings) -> Iterator[dict[str, int]]:
