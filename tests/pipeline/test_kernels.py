@@ -53,6 +53,10 @@ def network(rows: str = "64", more: str = "") -> onnx.ModelProto:
     )
 
 
+MIXED = "m = Softmax<axis=0>(d) y = Add(m, x)"
+"""The end of a network in which results depend on all rows."""
+
+
 def asked(proto: onnx.ModelProto, **options: Any) -> xrlflow.Result:
     given = {
         "backend": "hybrid",
@@ -153,13 +157,13 @@ def test_operators_that_cannot_be_lowered_stay(tmp_path: Path) -> None:
 
 
 def test_open_dimensions_have_kernels_for_the_sizes_given(tmp_path: Path) -> None:
-    result = asked(network("N"), shapes={"x": (32, 48)})
+    result = asked(network("N", MIXED), shapes={"x": (32, 48)})
     assert result.verification is not None
     assert {"N": 32} in [dict(b) for b in result.verification.bindings]
     path = tmp_path / "fast.onnx"
     result.save(path)
     onnx.checker.check_model(str(path), full_check=True)
-    plain = ort.InferenceSession(network("N").SerializeToString())
+    plain = ort.InferenceSession(network("N", MIXED).SerializeToString())
     session = xrlflow.session(path)
     for rows in (1, 32, 33):
         np.testing.assert_allclose(
@@ -168,13 +172,15 @@ def test_open_dimensions_have_kernels_for_the_sizes_given(tmp_path: Path) -> Non
 
 
 def test_an_input_may_have_kernels_for_several_sizes(tmp_path: Path) -> None:
-    result = asked(network("N"), shapes={"x": (32, 48)}, further_shapes=[{"x": (8, 48)}, {"x": (100, 48)}])
+    result = asked(
+        network("N", MIXED), shapes={"x": (32, 48)}, further_shapes=[{"x": (8, 48)}, {"x": (100, 48)}]
+    )
     path = tmp_path / "fast.onnx"
     result.save(path)
     onnx.checker.check_model(str(path), full_check=True)
     names = {function.name for function in onnx.load(path).functions}
     assert {f"Size{number}_Region_0" for number in range(3)} <= names
-    plain = ort.InferenceSession(network("N").SerializeToString())
+    plain = ort.InferenceSession(network("N", MIXED).SerializeToString())
     alone, session = ort.InferenceSession(str(path)), xrlflow.session(path)
     for rows in (1, 8, 32, 100):
         expected = plain.run(None, feeds(rows))[0]
@@ -201,6 +207,13 @@ def test_open_dimensions_have_kernels_for_all_sizes(tmp_path: Path) -> None:
             with open_model(network("N").SerializeToString()) as plain:
                 expected = plain.run(feeds(rows))[0]
             np.testing.assert_allclose(fast.run(feeds(rows))[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_need_no_guard_where_rows_are_alone() -> None:
+    result = asked(network("N"), shapes={"x": (32, 48)})
+    assert result.hybrid is not None
+    assert result.hybrid.rows == 128
+    assert [node.op_type for node in result.model.graph.node] == ["Region_0"]
 
 
 def test_verification_runs_blocks_of_all_sizes() -> None:
@@ -741,7 +754,7 @@ def test_a_wrong_rule_is_taken_back_and_kernels_are_made_of_the_rest(
 
 def test_kernels_that_were_not_run_are_told_in_words() -> None:
     """Whoever verifies with kernels learns that they were not what was compared, and what to do."""
-    result = asked(network("N"), shapes={"x": (32, 48)}, verify=False)
+    result = asked(network("N", MIXED), shapes={"x": (32, 48)}, verify=False)
     (guard,) = [node.name for node in result.model.graph.node if node.op_type == "If"]
     message = "not exercised: the kernels of Region_0: no input has their sizes (--shape names them)"
     assert not_exercised(f"If {guard}, then") == message

@@ -154,8 +154,11 @@ def hybrid(
     _check_defaults(model)
     requested = [sizes] if isinstance(sizes, Mapping) else list(sizes)
     opened = open_inputs(model, requested)
-    if opened and any(name not in each for name in opened for each in requested or [{}]):
-        return _by_rows(model, machine, algorithms)
+    if opened:
+        unsaid = any(name not in each for name in opened for each in requested or [{}])
+        by_rows = _by_rows(model, machine, algorithms, whole=not unsaid)
+        if by_rows is not None:
+            return by_rows
     if not opened:
         large = weight_bytes(model.graph) > EXTERNAL_ABOVE
         whole = region_of(model.graph, range(len(model.graph.node)))
@@ -215,14 +218,16 @@ def _guarded(
     return Hybrid(carrier, library, tuple(first.regions.values()), first.total, first.remarks, first.chosen)
 
 
-def _by_rows(model: ModelProto, machine: Machine, algorithms: Algorithms) -> Hybrid:
-    """Compile the parts of a model that treat each row alone, for any number of rows."""
+def _by_rows(model: ModelProto, machine: Machine, algorithms: Algorithms, whole: bool) -> Hybrid | None:
+    """Compile the parts of a model that treat each row alone, for any number of rows. `whole`: None unless each row of
+    the outputs depends on one row of the inputs alone."""
     imported = load(model)
     try:
         named, kinds = typed_proto(imported, imported.graph, opset=opset_of(model))
     except ModelError as error:
         raise BackendError(f"no graph with names: {error}") from error
-    if weight_bytes(named.graph) > EXTERNAL_ABOVE:
+    large = weight_bytes(named.graph) > EXTERNAL_ABOVE
+    if large and not whole:
         raise BackendError("a model of this size gets kernels for fixed sizes only: --fix-shapes")
     structure = RowStructure(named, kinds)
     weights = {tensor.name for tensor in named.graph.initializer}
@@ -232,6 +237,8 @@ def _by_rows(model: ModelProto, machine: Machine, algorithms: Algorithms) -> Hyb
         for part in cut(named.graph, lambda node: fits(node) and structure.fits(node), _ends)
         if structure.ports(part) is not None and structure.reuse(named.graph, part) is not None
     ]
+    if whole and (large or [len(part.nodes) for part in parts] != [len(named.graph.node)]):
+        return None
 
     def compiled_for_rows(region: Region) -> CompiledRegion:
         ports = structure.ports(region)
