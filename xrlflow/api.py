@@ -33,7 +33,7 @@ from xrlflow.pipeline.pages import data_of_trace as page_of_trace
 from xrlflow.pipeline.pages import result_page
 from xrlflow.pipeline.pages import write_networkx as save_networkx
 from xrlflow.pipeline.pages import write_page as save_page
-from xrlflow.pipeline.use import options_with_kernels, run_once, save_outputs, session
+from xrlflow.pipeline.use import options_with_kernels, rows_of_blocks, run_once, save_outputs, session
 from xrlflow.report import Listener, Report
 from xrlflow.report.page.html import page_html
 from xrlflow.report.page.server import PageServer
@@ -179,8 +179,9 @@ def optimize(
     Generated kernels: with `backend="auto"`, parts of the graph (usually all of it) are compiled with TVM, if that is
     installed, and measured against the plain result. If they are faster, `save` writes an ONNX file and, in its
     folder, a library that ONNX Runtime registers; without the library the file runs as usual. With `backend="hybrid"`,
-    the result has generated kernels in any case; with "onnxruntime" or `portable`, never. Open dimensions get kernels
-    for `shapes`, and for each of `further_shapes`. 3x3 convolutions may use algorithms with fewer multiplications,
+    the result has generated kernels in any case; with "onnxruntime" or `portable`, never. With open dimensions,
+    the parts that compute row by row have kernels for all sizes, and the whole graph has kernels for `shapes` and for
+    each of `further_shapes`. 3x3 convolutions may use algorithms with fewer multiplications,
     whose rounding errors are greater than those of the direct algorithm, but within the tolerance of verification;
     `exact_kernels` forbids these algorithms.
 
@@ -395,5 +396,6 @@ def verify_files(
     first, second = runnable(original), runnable(new)
     return verify(
         first, second, imported=load(original, shapes=shapes), inputs=inputs, seed=seed,
+        further=sorted(rows_of_blocks(second), reverse=True) if kernels else (),
         session_options=options_with_kernels(first, second, required=True) if kernels else None,
     )  # fmt: skip

@@ -223,6 +223,15 @@ def test_verification_runs_blocks_of_all_sizes() -> None:
     assert max(sizes["N"] for sizes in checked.bindings) > 128
 
 
+def test_a_file_says_which_sizes_test_its_kernels(tmp_path: Path) -> None:
+    proto = network("N")
+    onnx.save(proto, tmp_path / "plain.onnx")
+    asked(proto).save(tmp_path / "fast.onnx")
+    checked = api.verify_files(tmp_path / "plain.onnx", tmp_path / "fast.onnx", kernels=True)
+    assert checked.verified
+    assert {127, 128, 129} <= {sizes["N"] for sizes in checked.bindings}
+
+
 def test_kernels_that_are_slower_with_some_sizes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
 
@@ -239,7 +248,9 @@ def test_kernels_that_are_slower_with_some_sizes_are_dropped(monkeypatch: pytest
 
 
 def test_a_model_without_rows_learns_why_it_has_no_kernels() -> None:
-    with pytest.raises(BackendError, match="no part of the model computes its rows one by one"):
+    with pytest.raises(
+        BackendError, match="no part of the model has products with weights and computes each row alone"
+    ):
         asked(model("agraph (float[N,T] x) => (float[N,T] y) { y = Softmax<axis=1>(x) }"))
 
 

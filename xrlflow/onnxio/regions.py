@@ -34,6 +34,7 @@ from xrlflow.onnxio.wire import LARGE
 _IR_VERSION = 8
 """The first with functions in a model."""
 _BODY = "{}_body"
+_ROWS = "blocks of rows: "
 _PAGE = 4096
 _OVERRIDABLE = 4
 """The first in which a caller may replace initializers that are inputs too. Before, all had to be listed."""
@@ -125,7 +126,7 @@ def cut(
     path that leaves a level only reaches higher levels. Nodes that make weights of constants are no borders, and belong
     to the only region that reads the weights.
     """
-    making = _made_of_weights(graph)
+    making = made_of_weights(graph)
     level: dict[str, int] = {}
     levels: dict[int, list[int]] = {}
     for i, node in enumerate(graph.node):
@@ -161,7 +162,7 @@ def _take_weights(graph: GraphProto, parts: Sequence[list[int]], making: Sequenc
             home[i] = first
 
 
-def _made_of_weights(graph: GraphProto) -> list[int]:
+def made_of_weights(graph: GraphProto) -> list[int]:
     """The positions of nodes that read weights alone, or what is made of weights alone."""
     made = {tensor.name for tensor in graph.initializer} - {value.name for value in graph.input}
     making = []
@@ -417,6 +418,19 @@ def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
                 _rename(inner, outer)
             for value in graph.output:
                 value.name = outer.get(value.name, value.name)
+
+
+def note_rows(model: ModelProto, domain: str, blocks: Mapping[str, Sequence[int]]) -> None:
+    """Note in the functions of regions for any number of rows, by name, of how many rows their blocks are."""
+    for function in model.functions:
+        if function.domain == domain:
+            function.doc_string = f"{_ROWS}{', '.join(map(str, blocks[function.name]))}"
+
+
+def noted_rows(model: ModelProto) -> set[int]:
+    """The numbers of rows of all blocks that `note_rows` noted in a model."""
+    texts = [f.doc_string.removeprefix(_ROWS) for f in model.functions if f.doc_string.startswith(_ROWS)]
+    return {int(number) for text in texts for number in text.split(", ") if number.isdecimal()}
 
 
 def weight_bytes(graph: GraphProto) -> int:

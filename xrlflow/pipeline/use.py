@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 
 from xrlflow.backends import BackendError
 from xrlflow.backends.library_files import check_unedited, library_of
@@ -17,6 +18,7 @@ from xrlflow.backends.onnxruntime.reasons import reason
 from xrlflow.backends.onnxruntime.session import ort_errors
 from xrlflow.backends.protocol import one_line
 from xrlflow.onnxio import ModelError, Source, load
+from xrlflow.onnxio.regions import noted_rows
 from xrlflow.options import OptionError, check_seed, check_shapes, check_threads
 from xrlflow.pipeline.artifact import runnable
 from xrlflow.storage import files
@@ -53,6 +55,14 @@ def session(
         except refusals as error:
             warnings.warn(f"{library}: not used: {reason(error)}", stacklevel=2)
     return ort.InferenceSession(os.fspath(model), options, providers=list(providers))
+
+
+def rows_of_blocks(model: str | os.PathLike[str] | bytes) -> set[int]:
+    """The numbers of rows around which kernels for any number of rows take other ways: other numbers are no test of
+    them."""
+    if isinstance(model, bytes):
+        return set()
+    return noted_rows(onnx.load(os.fspath(model), load_external_data=False))
 
 
 def options_with_kernels(*models: str | os.PathLike[str] | bytes, required: bool = False) -> Options | None:

@@ -241,6 +241,29 @@ def test_images_are_rows(tmp_path: Path, batch: int) -> None:
     np.testing.assert_allclose(fast.run(None, x)[0], plain.run(None, x)[0], rtol=1e-4, atol=1e-5)
 
 
+def test_ones_before_merged_rows(tmp_path: Path) -> None:
+    text = (
+        "agraph (float[N,48] x) => (float[1,N,96] y) <int64[1] a = {0}> "
+        "{ p = MatMul(x, w) r = Relu(p) y = Unsqueeze(r, a) }"
+    )
+    fast = saved(model(text, w=PRODUCTS["w"]), tmp_path)
+    x = given(50)["x"]
+    expected = np.maximum(x @ PRODUCTS["w"], 0)[None]
+    np.testing.assert_allclose(fast.run(None, {"x": x})[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_nodes_make(tmp_path: Path) -> None:
+    text = "agraph (float[N,48] x) => (float[N,96] y) { c = Cast<to=1>(w) p = MatMul(x, c) y = Relu(p) }"
+    weights = PRODUCTS["w"].astype(np.float16)
+    proto = model(text, w=weights)
+    assert compiled(proto).nodes == 3
+    x = given(50)["x"]
+    outcome = saved(proto, tmp_path).run(None, {"x": x})[0]
+    np.testing.assert_allclose(outcome, np.maximum(x @ weights.astype(np.float32), 0), rtol=1e-4, atol=1e-5)
+
+
 def test_a_model_without_rows_has_no_kernels() -> None:
-    with pytest.raises(BackendError, match="no part of the model computes its rows one by one"):
+    with pytest.raises(
+        BackendError, match="no part of the model has products with weights and computes each row alone"
+    ):
         compiled(model("agraph (float[N,T] x) => (float[N,T] y) { y = Softmax<axis=1>(x) }"))

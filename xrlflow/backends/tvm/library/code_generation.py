@@ -35,7 +35,7 @@ further regions are lowered: each file takes some time of its own."""
 @dataclass(frozen=True, slots=True)
 class RowPort:
     """An input or output of a region for any number of rows. `dimensions`: how many of its dimensions count rows.
-    `like`: the first input of the region that has the same row dimensions; -1: the rows are one dimension."""
+    `like`: the first input of the region that has the same row dimensions; -1: all but the last are 1."""
 
     dimensions: int
     like: int

@@ -31,6 +31,7 @@ from xrlflow.onnxio.regions import (
     Region,
     cut,
     names_read,
+    note_rows,
     region_of,
     save_regions,
     weight_bytes,
@@ -260,11 +261,13 @@ def _by_rows(model: ModelProto, machine: Machine, algorithms: Algorithms, whole:
             raise BackendError(
                 compiled.remarks[0]
                 if compiled.remarks
-                else "no part of the model computes its rows one by one"
+                else "no part of the model has products with weights and computes each row alone"
             )
 
         def carrying(domain: str) -> ModelProto:
-            return with_functions(named, compiled.regions, domain)
+            carrier = with_functions(named, compiled.regions, domain)
+            note_rows(carrier, domain, {n: [b.rows for b in c.blocks] for n, c in compiled.compiled.items()})
+            return carrier
 
         library = kernel_library(compiled.compiled, machine, _computed(carrying), generator)
     return Hybrid(

@@ -21,7 +21,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TypeProto
 
 from xrlflow.backends.tvm.library.code_generation import RowPort
 from xrlflow.ir import TensorType, dims
-from xrlflow.onnxio.regions import Region
+from xrlflow.onnxio.regions import Region, made_of_weights
 from xrlflow.onnxio.versions import opset_of
 
 
@@ -241,7 +241,7 @@ _ELEMENTWISE = (
     "ThresholdedRelu", "Where", "Xor",
 )  # fmt: skip
 _ON_IMAGES = (
-    "AveragePool", "Conv", "ConvTranspose", "DepthToSpace", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization",
+    "AveragePool", "Conv", "ConvTranspose", "DepthToSpace", "GlobalAveragePool", "GlobalMaxPool",
     "InstanceNormalization", "LRN", "LpPool", "MaxPool", "SpaceToDepth",
 )  # fmt: skip
 _CHECKS: Mapping[str, _Check] = {
@@ -296,7 +296,10 @@ class RowStructure:
                 self.rows[name] = rows
 
     def fits(self, node: NodeProto) -> bool:
-        """Whether a node computes each row of its results from the same row of its operands."""
+        """Whether a node computes each row of its results from the same row of its operands, or constants of
+        constants."""
+        if node.output and all(name in self._constants for name in node.output if name):
+            return True
         check = _CHECKS.get(node.op_type)
         if check is None or node.domain not in ("", "ai.onnx"):
             return False
@@ -333,14 +336,14 @@ class RowStructure:
         return types
 
     def ports(self, region: Region) -> tuple[RowPort, ...] | None:
-        """The inputs of a region, then its outputs. None if a value has no rows, or if an output has row dimensions
-        that no input has."""
+        """The inputs of a region, then its outputs. None if a value has no rows, or if an output has several row
+        dimensions that no input has."""
         given = [self.rows.get(name) for name in region.inputs]
         sizes = [None if rows is None else rows.sizes for rows in given]
         ports = []
         for name in (*region.inputs, *region.outputs):
             rows = self.rows.get(name)
-            if rows is None or (rows.sizes not in sizes and rows.dimensions > 1):
+            if rows is None or (rows.sizes not in sizes and any(d != 1 for d in rows.sizes[:-1])):
                 return None
             like = sizes.index(rows.sizes) if rows.sizes in sizes else -1
             ports.append(RowPort(rows.dimensions, like))
@@ -389,7 +392,9 @@ class RowStructure:
 
 
 def _constants(graph: GraphProto, kinds: Mapping[str, TensorType]) -> AbstractSet[str]:
-    """The names of initializers that no caller replaces, of fixed sizes."""
+    """The names of initializers that no caller replaces, and of what is made of them alone, if their sizes are
+    fixed."""
     given = {value.name for value in graph.input}
     names = {tensor.name for tensor in graph.initializer} - given
+    names.update(name for i in made_of_weights(graph) for name in graph.node[i].output)
     return {name for name in names if name in kinds and kinds[name].is_static}

@@ -385,7 +385,8 @@ static Status* bind(const struct kernel* kernel, void* context, struct instance*
     int64_t sizes[MOST_DIMENSIONS];
     for (int32_t d = 0; d < port->ndim; d++) {
       if (d >= port->open) sizes[d] = port->shape[d];
-      else sizes[d] = port->like < 0 ? call->rows : call->sizes[port->like][d];
+      else if (port->like >= 0) sizes[d] = call->sizes[port->like][d];
+      else sizes[d] = d == port->open - 1 ? call->rows : 1;
     }
     Status* status = CALL(api, CONTEXT_OUTPUT, (void*, size_t, const int64_t*, size_t, void**), context, (size_t)i,
                           sizes, (size_t)port->ndim, &value);

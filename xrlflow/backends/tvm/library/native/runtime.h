@@ -61,7 +61,7 @@ struct check {
 };
 
 /* An input or output. In a region for any number of rows, its first `open` dimensions have other sizes in each call:
- * those of input `like`, or the number of rows if `like` is -1. */
+ * those of input `like`; if `like` is -1, the last of them is the number of rows, and the others are 1. */
 struct port {
   const char* name;
   int32_t type; /* ONNXTensorElementDataType */
