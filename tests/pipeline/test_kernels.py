@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -221,6 +222,15 @@ def test_verification_runs_blocks_of_all_sizes() -> None:
     checked = asked(network("N")).verification
     assert checked is not None
     assert max(sizes["N"] for sizes in checked.bindings) > 128
+
+
+def test_what_few_rows_gain_counts_for_all_sizes() -> None:
+    usual, few = SpeedUp(1.0, 0.98, 1.02), SpeedUp(1.4, 1.3, 1.5)
+    assert kernels._certainly([usual]) == pytest.approx(0.98)
+    assert kernels.MARGIN < kernels._certainly([usual, few]) < math.sqrt(1.4)
+    assert kernels._certainly([usual, SpeedUp(1.4, 0.0, math.inf)]) == 0.0
+    four = [SpeedUp(1.1, 1.0, 1.21)] * 4  # four intervals are half as wide together
+    assert math.log(kernels._certainly(four)) == pytest.approx(math.log(1.1) / 2)
 
 
 def test_a_file_says_which_sizes_test_its_kernels(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from xrlflow.backends.children import Child
 from xrlflow.backends.library_files import library_path
 from xrlflow.backends.onnxruntime import Options, measure, open_model, with_library
 from xrlflow.backends.onnxruntime.saturation import saturates
-from xrlflow.backends.protocol import OutOfTime
+from xrlflow.backends.protocol import Feeds, OutOfTime
+from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
 from xrlflow.backends.tvm.library.hybrid import Hybrid, open_inputs
 from xrlflow.common import deadline
@@ -366,7 +367,7 @@ class _Trials:
                 before = original if plain is None else self.context.artifact(plain.state.graph).file
                 margin, name = MARGIN, "the plain file"
                 self.fastest = built if self.asked else None
-            if self._faster(before, built.path, margin, name) and not self._slower_elsewhere(before, built):
+            if self._faster(before, built, margin, name):
                 self.fastest = built
             if not self._has_time(time.monotonic() - begun):
                 break
@@ -411,63 +412,69 @@ class _Trials:
                 return None
         return _BuiltCandidate(node, hybrid, path, costs)
 
-    def _faster(self, before: str | bytes, after: str, margin: float, name: str) -> bool:
-        """Whether the file `after` is certainly at least `margin` times faster than `before`, measured in this
-        process. True if no models are measured.
+    def _faster(self, before: str | bytes, built: _BuiltCandidate, margin: float, name: str) -> bool:
+        """Whether a graph with kernels is certainly at least `margin` times faster than the file `before`, measured in
+        this process. True if no models are measured.
+
+        Kernels for any number of rows are measured with few rows and with many, too: they must be so much faster in
+        the geometric mean, and certainly slower with none of these sizes.
         """
         context = self.context
         if context.feeds is None:
             return True
-        with context.clock.phase("select"):
-            context.say("select", note="with and without generated kernels")
+        speedups: list[SpeedUp] = []
+        for sizes, feeds in [("", dict(context.feeds)), *self._other_sizes(built)]:
+            if sizes and not self._has_time(_COMPARING):
+                context.notes.append(f"not measured with {sizes}: there was no time (--time-limit)")
+                break
             try:
-                options: Options | None = context.options.session_options
-                for path in (before, after):
-                    if not isinstance(path, bytes) and library_path(path).is_file():
-                        options = with_library(options, str(library_path(path)))
-                with deadline.within(max(context.clock.budget.until, time.monotonic() + _comparing(context))):
-                    measured = measure(
-                        [before, after], dict(context.feeds), threads=context.threads,
-                        time_limit=_patience(context), target_width=_NARROW, control=False, session_options=options,
-                    )  # fmt: skip
+                speedup = self._speedup(
+                    before, built.path, feeds, _COMPARING if sizes else _patience(context)
+                )
             except BackendError as error:
                 context.notes.append(f"generated kernels were dropped: {error}")
                 return False
-        context.notes.append(f"with generated kernels, measured against {name}: {measured.speedup}")
-        return measured.speedup.low > margin
-
-    def _slower_elsewhere(self, before: str | bytes, built: _BuiltCandidate) -> bool:
-        """Whether kernels for any number of rows certainly make the model slower with few rows or with many."""
-        context = self.context
-        if not built.hybrid.rows or context.feeds is None:
-            return False
-        options = with_library(context.options.session_options, str(library_path(built.path)))
-        with (
-            context.clock.phase("select"),
-            open_model(
-                context.original.runnable,
-                threads=context.threads,
-                session_options=context.options.session_options,
-            ) as original,
-        ):
-            imported = load(context.original.source, shapes=context.shapes)  # not bound to the usual sizes
-            sizes = feeds_at_other_sizes(imported, original.run, context.options.seed)
-        for bindings, feeds in sizes:
-            shown = ", ".join(f"{name}={size}" for name, size in bindings.items())
-            if not self._has_time(_COMPARING):
-                context.notes.append(f"not measured with {shown}: there was no time (--time-limit)")
-                return False
-            with context.clock.phase("select"):
-                try:
-                    measured = measure(
-                        [before, built.path], feeds, threads=context.threads, time_limit=_COMPARING,
-                        target_width=_NARROW, control=False, session_options=options,
-                    )  # fmt: skip
-                except BackendError as error:
-                    context.notes.append(f"generated kernels were dropped: with {shown}: {error}")
-                    return True
-            context.notes.append(f"with generated kernels and {shown}: {measured.speedup}")
-            if measured.speedup.slower:
+            at = f" and {sizes}" if sizes else ""
+            context.notes.append(f"with generated kernels{at}, measured against {name}: {speedup}")
+            if sizes and speedup.slower:
                 context.notes.append("generated kernels were dropped: they are slower with some sizes")
-                return True
-        return False
+                return False
+            speedups.append(speedup)
+        return _certainly(speedups) > margin
+
+    def _speedup(self, before: str | bytes, after: str, feeds: Feeds, seconds: float) -> SpeedUp:
+        """How many times faster the file `after` is. Raises BackendError."""
+        context = self.context
+        options: Options | None = context.options.session_options
+        for path in (before, after):
+            if not isinstance(path, bytes) and library_path(path).is_file():
+                options = with_library(options, str(library_path(path)))
+        latest = max(context.clock.budget.until, time.monotonic() + _comparing(context))
+        with context.clock.phase("select"), deadline.within(latest):
+            context.say("select", note="with and without generated kernels")
+            return measure(
+                [before, after], feeds, threads=context.threads, time_limit=seconds, target_width=_NARROW,
+                control=False, session_options=options,
+            ).speedup  # fmt: skip
+
+    def _other_sizes(self, built: _BuiltCandidate) -> list[tuple[str, Feeds]]:
+        """Inputs with few rows and with many, with a text that says their sizes, for kernels for any number of rows."""
+        context, options = self.context, self.context.options
+        if not built.hybrid.rows:
+            return []
+        session = open_model(
+            context.original.runnable, threads=context.threads, session_options=options.session_options
+        )
+        with context.clock.phase("select"), session as original:
+            imported = load(context.original.source, shapes=context.shapes)  # not bound to the usual sizes
+            found = feeds_at_other_sizes(imported, original.run, options.seed)
+        return [(", ".join(f"{name}={size}" for name, size in at.items()), feeds) for at, feeds in found]
+
+
+def _certainly(speedups: Sequence[SpeedUp]) -> float:
+    """The lower end of the interval of the geometric mean of speed-ups that were measured independently."""
+    if any(speedup.low <= 0.0 for speedup in speedups):
+        return 0.0
+    below = [math.log(speedup.median) - math.log(speedup.low) for speedup in speedups]
+    mean = math.fsum(math.log(speedup.median) for speedup in speedups) / len(speedups)
+    return math.exp(mean - math.hypot(*below) / len(speedups))
