@@ -224,6 +224,16 @@ def test_verification_runs_blocks_of_all_sizes() -> None:
     assert max(sizes["N"] for sizes in checked.bindings) > 128
 
 
+def test_a_size_with_too_few_runs_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(paths: Any, given: Any, **options: Any) -> Any:
+        unknown = given["x"].shape == (1, 256, 48)
+        return Mock(speedup=SpeedUp(*([1.0, 0.0, math.inf] if unknown else [1.2, 1.1, 1.3])))
+
+    monkeypatch.setattr(kernels, "measure", measured)
+    notes = asked(network("1,T"), backend="auto", measure=True, time_limit=20.0, threads=1).report.notes
+    assert "generated kernels run 5 of 5 nodes, as one region" in notes
+
+
 def test_what_few_rows_gain_counts_for_all_sizes() -> None:
     usual, few = SpeedUp(1.0, 0.98, 1.02), SpeedUp(1.4, 1.3, 1.5)
     assert kernels._certainly([usual]) == pytest.approx(0.98)

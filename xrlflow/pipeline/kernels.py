@@ -439,7 +439,8 @@ class _Trials:
             if sizes and speedup.slower:
                 context.notes.append("generated kernels were dropped: they are slower with some sizes")
                 return False
-            speedups.append(speedup)
+            if speedup.bounded or not sizes:  # a slow size may have too few runs to say anything
+                speedups.append(speedup)
         return _certainly(speedups) > margin
 
     def _speedup(self, before: str | bytes, after: str, feeds: Feeds, seconds: float) -> SpeedUp:
