@@ -193,10 +193,14 @@ def saved(proto: onnx.ModelProto, folder: Path) -> ort.InferenceSession:
     return session(folder / "fast.onnx")
 
 
-def test_inputs_that_the_model_declares_equal_and_that_are_not(tmp_path: Path) -> None:
-    text = "agraph (float[B,48] x, float[B,96] z) => (float[B,96] y) { a = MatMul(x, w) y = Add(a, z) }"
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2)])
+def test_inputs_that_the_model_declares_equal_and_that_are_not(
+    shape: tuple[int, int], tmp_path: Path
+) -> None:
+    """Of another number of rows, or of as many rows in other dimensions."""
+    text = "agraph (float[B,T,48] x, float[B,T,96] z) => (float[B,T,96] y) { a = MatMul(x, w) y = Add(a, z) }"
     fast = saved(model(text, w=PRODUCTS["w"]), tmp_path)
-    feeds = {"x": np.zeros((3, 48), np.float32), "z": np.zeros((1, 96), np.float32)}
+    feeds = {"x": np.zeros((2, 3, 48), np.float32), "z": np.zeros((*shape, 96), np.float32)}
     with pytest.raises(Exception, match=r"input z is not of the type and the sizes .* declares to be equal"):
         fast.run(None, feeds)
 
