@@ -112,6 +112,10 @@ class _OtherWeights(RegionRule, family="precision"):
     backend = "onnxruntime"
     unpriced = True
     anchors = tuple(_WEIGHTS)
+    survivors: ClassVar[Mapping[str, str]] = {
+        "attribute to of Cast (call 0)": _WRAPS,
+        "omit Cast (call 0)": _WRAPS,
+    }
     kind: ClassVar[DType]
     """The type of the weights that are replaced."""
 
@@ -158,10 +162,6 @@ class UseSignedWeights(_OtherWeights):
 
     assumes = "vnni"
     kind = DType.UINT8
-    survivors: ClassVar[Mapping[str, str]] = {
-        "attribute to of Cast (call 0)": _WRAPS,
-        "omit Cast (call 0)": _WRAPS,
-    }
     examples = (
         *(
             f"agraph (uint8[{shape},3] x, uint8 z) => (int32[{shape},2] y) <uint8[3,2] w = {{0, 255, 7, 128, 127, 30}},"
@@ -207,10 +207,6 @@ class UseUnsignedWeights(_OtherWeights):
     assumes = "saturates"
     swept_after = ("QuantiseAllUnsigned", "QuantiseUnsigned")
     kind = DType.INT8
-    survivors: ClassVar[Mapping[str, str]] = {
-        "attribute to of Cast (call 0)": _WRAPS,
-        "omit Cast (call 0)": _WRAPS,
-    }
     examples = (
         *(
             f"agraph (uint8[{shape},3] x, uint8 z) => (int32[{shape},2] y) <int8[3,2] w = {{0, 127, 7, -128, -1, 30}},"

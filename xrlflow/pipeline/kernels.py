@@ -466,8 +466,9 @@ class _Trials:
         session = open_model(
             context.original.runnable, threads=context.threads, session_options=options.session_options
         )
-        with context.clock.phase("select"), session as original:
-            imported = load(context.original.source, shapes=context.shapes)  # not bound to the usual sizes
+        imported = load(context.original.source, shapes=context.shapes)  # not bound to the usual sizes
+        latest = time.monotonic() + _COMPARING  # many rows of a slow model may take long: they are left out
+        with context.clock.phase("select"), session as original, deadline.within(latest):
             found = feeds_at_other_sizes(imported, original.run, options.seed)
         return [(", ".join(f"{name}={size}" for name, size in at.items()), feeds) for at, feeds in found]
 

@@ -221,11 +221,13 @@ def _guarded(
 
 def _by_rows(model: ModelProto, machine: Machine, algorithms: Algorithms, whole: bool) -> Hybrid | None:
     """Compile the parts of a model that treat each row alone, for any number of rows. `whole`: None unless each row of
-    the outputs depends on one row of the inputs alone."""
+    the outputs depends on one row of the inputs alone, and if nothing can be compiled."""
     imported = load(model)
     try:
         named, kinds = typed_proto(imported, imported.graph, opset=opset_of(model))
     except ModelError as error:
+        if whole:
+            return None
         raise BackendError(f"no graph with names: {error}") from error
     large = weight_bytes(named.graph) > EXTERNAL_ABOVE
     if large and not whole:
@@ -258,6 +260,8 @@ def _by_rows(model: ModelProto, machine: Machine, algorithms: Algorithms, whole:
     with CodeGenerator(machine) as generator:
         compiled = _compiled_parts(named.graph, parts, compiled_for_rows, generator)
         if not compiled.regions:
+            if whole:
+                return None
             raise BackendError(
                 compiled.remarks[0]
                 if compiled.remarks
