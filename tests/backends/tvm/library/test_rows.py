@@ -21,6 +21,7 @@ from xrlflow.backends import BackendError
 from xrlflow.backends.library_files import library_path
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.library.hybrid import Hybrid, hybrid
+from xrlflow.backends.tvm.library.kernel_library import KernelLibrary
 from xrlflow.backends.tvm.library.rows import RowStructure
 
 RNG = np.random.default_rng(0)
@@ -264,6 +265,13 @@ def test_weights_that_nodes_make(tmp_path: Path) -> None:
     x = given(50)["x"]
     outcome = saved(proto, tmp_path).run(None, {"x": x})[0]
     np.testing.assert_allclose(outcome, np.maximum(x @ weights.astype(np.float32), 0), rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_share_packed_weights() -> None:
+    weights = RNG.standard_normal((256, 500)).astype(np.float32)
+    made = compiled(model("agraph (float[N,256] x) => (y) { p = MatMul(x, w) y = Relu(p) }", w=weights))
+    assert isinstance(made.library, KernelLibrary)
+    assert weights.nbytes <= sum(each.nbytes for each in made.library.constants) < 1.1 * weights.nbytes
 
 
 def test_a_model_without_rows_has_no_kernels() -> None:
