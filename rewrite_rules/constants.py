@@ -49,20 +49,26 @@ def concat_constants(op: Op, parts: Sequence[Val], axis: int) -> Any:
 
 def cut_order(parts: Sequence[Val]) -> list[int]:
     """The order in which the parts were cut out of one constant. For other parts, an order that depends only on the
-    parts.
+    parts: the one of their names in the file.
 
-    So callers that join the same parts (for instance in each time step) get the same constant.
+    So callers that join the same parts (for instance in each time step) get the same constant, and those that join
+    other parts of the same names (in each layer of a network) get them in the same order.
     """
-    by_value = sorted(range(len(parts)), key=lambda i: parts[i].value)
+
+    def named(i: int) -> tuple[int, str, int]:
+        name = parts[i].graph.leaves.names.get(parts[i].value, "")
+        return len(name), name, parts[i].value
+
+    by_name = sorted(range(len(parts)), key=named)
     positions = []
     for part in parts:
         node = _producer(part)
         start = part.graph.const(node.inputs[1]) if node is not None and node.op == "Slice" else None
         if node is None or start is None or start.array is None or start.array.size != 1:
-            return by_value
+            return by_name
         positions.append((node.inputs[0], int(start.array.reshape(()))))
     if len({source for source, _ in positions}) != 1:
-        return by_value
+        return by_name
     return sorted(range(len(parts)), key=lambda i: positions[i][1])
 
 

@@ -263,3 +263,33 @@ def test_quantised_activations_are_noise_where_a_kernel_quantises_them(level: in
     assert verify(chain(plain), chain(other)).verified
     assert not verify(chain(plain), chain(other, wrong)).verified
     assert level == 4 or not verify(chain(plain), chain(plain, level=4)).verified
+
+
+def test_few_rows_times_many_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terms of a product get their errors from the left operand alone, which are as large."""
+    proto = model("g (float[1, 64] x) => (float[1, 512] y) { y = MatMul(x, w) }", w=normal(64, 512))
+    x = normal(1, 64, seed=5)
+    few = noise_of(proto, x)
+    monkeypatch.setattr("xrlflow.verify.noise._LARGER", 1 << 30)
+    both = noise_of(proto, x)
+    assert 0.7 < np.median(few) / np.median(both) < 1.4
+    assert few.min() > 0
+
+
+def test_results_at_a_size_of_zero_are_judged_by_rounding_too() -> None:
+    """Beside an empty cache, a step computes sums whose small elements differ by rounding. A mistake is still found."""
+    weights, order = normal(64, 4096), np.random.default_rng(0).permutation(64)
+    text = "g (float[P, 64] past, float[1, 64] x) => (float[Q, 4096] y) { a = Concat<axis=0>(past, x) "
+    plain = model(f"{text} y = MatMul(a, w) }}", w=weights)
+    turned = f"{text} b = Gather<axis=1>(a, i) y = MatMul(b, w) }}"
+    assert verify(plain, model(turned, w=weights[order], i=order)).verified
+    wrong = weights[order]
+    wrong[:, 7] *= 1.001
+    assert verify(plain, model(turned, w=wrong, i=order)).status is Status.FAILED
+    only_empty = model(
+        "g (float[P, 64] past, float[1, 64] x) => (float[Q, 4096] y) { a = Concat<axis=0>(past, x) s = Shape(a) "
+        "n = Cast<to=1>(s) m = Gather(n, zero) k = Equal(m, one) f = Cast<to=1>(k) d = Mul(f, tiny) "
+        "z = MatMul(a, w) y = Add(z, d) }",
+        w=weights, zero=np.int64(0), one=np.float32(1), tiny=np.float32(1e-3),
+    )  # fmt: skip
+    assert verify(plain, only_empty).status is Status.FAILED

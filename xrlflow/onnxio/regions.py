@@ -7,7 +7,7 @@ body of its function, and optimises it like the rest of the model.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import BinaryIO
@@ -27,6 +27,7 @@ from onnx import (
     helper,
 )
 
+from xrlflow.onnxio import protos
 from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
 from xrlflow.onnxio.external_data import replacing_model
 from xrlflow.onnxio.wire import LARGE
@@ -196,9 +197,11 @@ def _connected(graph: GraphProto, nodes: Sequence[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def extracted(model: ModelProto, region: Region, types: Mapping[str, TypeProto]) -> ModelProto:
+def extracted(
+    model: ModelProto, region: Region, types: Mapping[str, TypeProto], without: Container[str] = ()
+) -> ModelProto:
     """The region as a model, with inputs and outputs in the region's order. `types`: of the values that enter or leave
-    the region.
+    the region. `without`: names of weights whose elements are left out.
     """
     graph = model.graph
     result = ModelProto(ir_version=model.ir_version)
@@ -207,10 +210,21 @@ def extracted(model: ModelProto, region: Region, types: Mapping[str, TypeProto])
     result.graph.name = graph.name or "region"
     result.graph.node.extend(graph.node[i] for i in region.nodes)
     tensors = {tensor.name: tensor for tensor in graph.initializer}
-    result.graph.initializer.extend(tensors[name] for name in region.weights)
+    for name in region.weights:
+        tensor = tensors[name]
+        if name in without:
+            result.graph.initializer.add(name=name, data_type=tensor.data_type, dims=tensor.dims)
+        else:
+            result.graph.initializer.append(tensor)
     for names, values in ((region.inputs, result.graph.input), (region.outputs, result.graph.output)):
         values.extend(ValueInfoProto(name=name, type=types[name]) for name in names)
     return result
+
+
+def with_types(part: ModelProto, types: Mapping[str, TypeProto]) -> None:
+    """Give the inputs and outputs of an extracted region other types, in place."""
+    for value in (*part.graph.input, *part.graph.output):
+        value.type.CopyFrom(types[value.name])
 
 
 def with_functions(
@@ -418,6 +432,41 @@ def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
                 _rename(inner, outer)
             for value in graph.output:
                 value.name = outer.get(value.name, value.name)
+
+
+def rename_domain(model: ModelProto, domain: str, new: str) -> None:
+    """Give the domain of regions another name, in place: a copy would have all weights. Names of values that begin with
+    the domain (see `with_guard`) get the new one, too."""
+
+    def renamed(name: str) -> str:
+        return new + name.removeprefix(domain) if name.startswith(domain) else name
+
+    def in_graph(graph: GraphProto) -> None:
+        graph.name = renamed(graph.name)
+        for each in (*graph.initializer, *graph.input, *graph.output, *graph.value_info):
+            if each.name.startswith(domain):
+                each.name = renamed(each.name)
+        in_nodes(graph.node)
+
+    def in_nodes(nodes: Iterable[NodeProto]) -> None:
+        for node in nodes:
+            node.domain = renamed(node.domain)
+            if node.name.startswith(domain):
+                node.name = renamed(node.name)
+            for names in (node.input, node.output):
+                for index, name in enumerate(names):
+                    if name.startswith(domain):
+                        names[index] = renamed(name)
+            for body in protos.subgraphs(node):
+                in_graph(body)
+
+    for entry in (model, *model.functions):
+        for imported in entry.opset_import:
+            imported.domain = renamed(imported.domain)
+    for function in model.functions:
+        function.domain = renamed(function.domain)
+        in_nodes(function.node)
+    in_graph(model.graph)
 
 
 def note_rows(model: ModelProto, domain: str, blocks: Mapping[str, Sequence[int]]) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 from xrlflow.backends import RepeatedComparison
 from xrlflow.backends.tvm import TvmModel
 from xrlflow.backends.tvm.kernels.algorithms import AlgorithmChoice
-from xrlflow.backends.tvm.library.hybrid import Hybrid
+from xrlflow.backends.tvm.library.hybrid import SavedHybrid
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.prepare import Start
@@ -34,7 +34,7 @@ class Finished:
     selection: Selection | None = None
     compiled: TvmModel | None = None  # the compiled model, if the options ask for one
     threads: int | None = None  # the number of threads for which `compiled` was compiled
-    hybrid: Hybrid | None = None  # `accepted` with generated kernels
+    hybrid: SavedHybrid | None = None  # `accepted` with generated kernels
     costs: tuple[float, float] | None = None
     """The modelled costs of the imported graph and of `accepted`, by the cost model of the search; None: see
     `Start`."""

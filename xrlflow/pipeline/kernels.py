@@ -29,7 +29,7 @@ from xrlflow.backends.onnxruntime.saturation import saturates
 from xrlflow.backends.protocol import Feeds, OutOfTime
 from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
-from xrlflow.backends.tvm.library.hybrid import Hybrid, open_inputs
+from xrlflow.backends.tvm.library.hybrid import SavedHybrid, open_inputs
 from xrlflow.common import deadline
 from xrlflow.ir import Graph
 from xrlflow.onnxio import load
@@ -129,7 +129,7 @@ class _BuiltCandidate:
     """A graph that was compiled with kernels, at `path`. `costs`: see `Finished`."""
 
     node: SearchNode
-    hybrid: Hybrid
+    hybrid: SavedHybrid
     path: str
     costs: tuple[float, float] | None
 

@@ -150,7 +150,7 @@ def result_of(context: Context, start: Start, explored: Explored, finished: Fini
         finished.verification,
         finished.selection,
         finished.compiled,
-        finished.hybrid,
+        finished.hybrid.loaded() if finished.hybrid is not None else None,
     )
 
 

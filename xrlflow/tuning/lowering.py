@@ -14,7 +14,7 @@ from xrlflow.backends.children import Child
 from xrlflow.backends.tvm import Tvm, TvmModel, detect
 from xrlflow.backends.tvm.devices.execution import ExecutionTarget
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, AlgorithmChoice, Algorithms, Timings
-from xrlflow.backends.tvm.library.hybrid import Hybrid, HybridMetadata, hybrid
+from xrlflow.backends.tvm.library.hybrid import SavedHybrid, hybrid
 from xrlflow.backends.tvm.library.operator_times import Operator, Times, operator_times
 from xrlflow.backends.tvm.lowering.compiled import Interface
 from xrlflow.cost.machine import cpu_name
@@ -51,10 +51,10 @@ class _Recipe:
 
 def _hybrid_there(
     recipe: _Recipe, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str
-) -> HybridMetadata:
+) -> SavedHybrid:
     """`Lowering.hybrid`, run in a process of its own."""
     with recipe.lowering() as lowering:
-        return HybridMetadata.of(lowering.hybrid(path, sizes, to))
+        return lowering.hybrid(path, sizes, to)
 
 
 def _compiled_there(recipe: _Recipe, path: str, to: str) -> tuple[Interface, tuple[AlgorithmChoice, ...]]:
@@ -131,16 +131,14 @@ class Lowering:
         """The times of layers and of inverted residuals in the store."""
         return StoredTimes.on(self.store, self.target.machine, self.threads, self.target.device)
 
-    def hybrid(self, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str) -> Hybrid:
+    def hybrid(self, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str) -> SavedHybrid:
         """The model of a file with generated kernels, saved at `to`. Raises BackendError (see `library.hybrid`)."""
         if self.child is not None:
-            metadata = self.child.call(_hybrid_there, self._recipe, path, sizes, to)
-            return metadata.loaded(to)
+            return self.child.call(_hybrid_there, self._recipe, path, sizes, to)
         import onnx
 
-        model = hybrid(onnx.load(path), sizes, self.target.machine, self.tuned_algorithms)
-        model.save(to)
-        return model
+        made = hybrid(onnx.load(path), sizes, self.target.machine, self.tuned_algorithms)
+        return SavedHybrid.at(to, made)
 
     def compiled(self, path: str, to: str) -> TvmModel:
         """The model of a file, compiled and saved at `to`. Raises BackendError (see `Tvm.compile`)."""

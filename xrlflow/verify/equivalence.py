@@ -505,9 +505,9 @@ class Reference:
             except BackendError as error:
                 failures.append(f"the new model fails on {reference.case}: {first_line(error)}")
                 continue
-            for dispute in self._judge(reference, outputs, reports):
-                shown = _shown(dispute.original)
-                _note(reports, OutputReport(dispute.name, shown, dispute.judgement, str(reference.case)))
+            disputes = self._judge(reference, outputs, reports)
+            self.reruns.without_running([reference])
+            self._resolve(disputes, reports)
         unlike = [_sentence(r) for r in reports.values() if not r.judgement.passed]
         if unlike and nonempty and not failures:
             rules = f"{', '.join(nonempty)} {'need' if len(nonempty) > 1 else 'needs'} sizes from 1"
@@ -600,7 +600,12 @@ class Reference:
     def _resolve(self, disputes: Sequence[_Dispute], reports: dict[str, OutputReport]) -> None:
         """Judge disputed outputs again: integers pass if a near-tie is proven, floats if they equal another target."""
         self.reruns.on({id(d.reference): d.reference for d in disputes}.values())
-        for dispute in disputes:
+        for at, dispute in enumerate(disputes):
+            if at == 0 or disputes[at - 1].reference is not dispute.reference:
+                together = [d.index for d in disputes if d.reference is dispute.reference]
+                self.reruns.measure(
+                    dispute.reference, [i for i in together if is_float(dispute.reference.outputs[i][0][1])]
+                )
             shown, case = _shown(dispute.original), str(dispute.reference.case)
             judgement = (
                 self._float_again(dispute) if is_float(dispute.original) else self._integer_again(dispute)

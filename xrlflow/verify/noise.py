@@ -60,6 +60,9 @@ _FOLLOWING = frozenset({"Mod", "Shrink", "ThresholdedRelu"})
 # Operators that add up only elements of their first inputs, and the number of these inputs. Their further inputs are
 # factors, sizes and positions.
 _ADDED = {"Resize": 1, "GridSample": 1, "RoiAlign": 1}
+# Products whose terms get their errors from the left operand alone if the right one has this many times its elements:
+# drawing an error for each weight of a language model, for a product with one row, takes longer than everything else.
+_PRODUCTS, _LARGER = frozenset({"MatMul", "Gemm"}), 16
 
 
 def rounding_noise(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
@@ -151,8 +154,7 @@ def _results(
             arrays[0] = _quantised(arrays[0], integer(node.attrs, "block_size", 32), rng)
         if adds:
             summands = _ADDED.get(node.op, len(arrays))
-            added = [x if x is None else _with_error(x, unit, rng) for x in arrays[:summands]]
-            arrays = [*added, *arrays[summands:]]
+            arrays = [*_terms_with_errors(node.op, arrays[:summands], unit, rng), *arrays[summands:]]
         results_with_errors = evaluated(arrays)
         if node.op in _FOLLOWING:
             results_with_errors = (_followed(exact[0], results_with_errors[0], chosen(0)[0], arrays[0]),)
@@ -171,6 +173,18 @@ def _followed(exact: Array, with_error: Array, before: Array | None, after: Arra
     assert after is not None
     with np.errstate(invalid="ignore"):
         return np.where(np.abs(with_error - exact) <= 2 * np.abs(after - before), with_error, exact)
+
+
+def _terms_with_errors(
+    op: str, arrays: Sequence[Array | None], unit: float, rng: np.random.Generator
+) -> list[Array | None]:
+    """The operands of a sum, with errors such that each of its terms gets one."""
+    left, right = (*arrays, None, None)[:2]
+    if op in _PRODUCTS and left is not None and right is not None and right.size > _LARGER * left.size:
+        # the error of a term is that of both factors
+        first = _with_error(left, np.sqrt(2) * unit, rng)
+        return [first, right, *(x if x is None else _with_error(x, unit, rng) for x in arrays[2:])]
+    return [x if x is None else _with_error(x, unit, rng) for x in arrays]
 
 
 def _with_error(array: Array, unit: float, rng: np.random.Generator, absolute: float = _TINY) -> Array:

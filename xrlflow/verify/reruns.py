@@ -32,6 +32,7 @@ class Rerun:
     plain_perturbed: list[list[Any]] = field(
         default_factory=list
     )  # with perturbed inputs, without optimisations
+    rounding: dict[int, Array] = field(default_factory=dict)  # by output: noise by stochastic arithmetic
     noise: dict[int, Array] = field(default_factory=dict)  # by output: how far rounding moves each element
 
     def arrays(self, index: int) -> list[Array]:
@@ -76,9 +77,29 @@ class Reruns:
                     for i in range(_MOVED):
                         into.append(runner.run(perturbed(k.case.feeds, self.seed + i)))
 
+    def without_running(self, cases: Iterable[ReferenceCase]) -> None:
+        """Let the noise of these cases be measured without another run of the original, which may crash with them."""
+        for case in cases:
+            self._reruns.setdefault(id(case), Rerun())
+
     def arrays(self, case: ReferenceCase, index: int) -> list[Array]:
         """The further results for one output of a case that was run again."""
         return self._reruns[id(case)].arrays(index)
+
+    def measure(self, case: ReferenceCase, indices: Iterable[int]) -> None:
+        """Measure the rounding noise of several float outputs in one evaluation, after `on` has run their case."""
+        rounding = self._reruns[id(case)].rounding
+        missing = [index for index in dict.fromkeys(indices) if index not in rounding]
+        cost = (1 + SAMPLES) * Sizes(self.model, self.imported).flops(case.case)
+        if not missing or cost > ON_DEMAND * self.budget:
+            return
+        values = [self.imported.graph.outputs[index] for index in missing]
+        try:
+            rounding.update(zip(missing, rounding_noise(self.imported, case.case, values)))
+        except NoReference:  # of one of these outputs, maybe
+            for index, value in zip(missing, values) if len(missing) > 1 else ():
+                with suppress(NoReference):
+                    rounding[index] = rounding_noise(self.imported, case.case, [value])[0]
 
     def targets(self, case: ReferenceCase, index: int) -> list[Target]:
         """The targets, with measured noise, that an output (a tensor) may equal, after `on` has run its case again:
@@ -116,12 +137,9 @@ class Reruns:
                     other = dict(flat(run[index])).get("")
                     if base is not None and other is not None and other.shape == base.shape == original.shape:
                         noise = np.maximum(noise, _distance(base, other))
-        cost = (1 + SAMPLES) * Sizes(self.model, self.imported).flops(case.case)
-        if cost <= ON_DEMAND * self.budget:
-            with suppress(NoReference):
-                noise_of_output = rounding_noise(self.imported, case.case, [value])[0]
-                if noise_of_output.shape == original.shape:
-                    noise = np.maximum(noise, noise_of_output)
+        self.measure(case, [index])
+        if index in rerun.rounding and rerun.rounding[index].shape == original.shape:
+            noise = np.maximum(noise, rerun.rounding[index])
         rerun.noise[index] = noise
         return noise
 

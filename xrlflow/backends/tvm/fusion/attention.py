@@ -12,6 +12,7 @@ from xrlflow.backends.tvm.kernels.attention import STEPS, Array, Attention, Extr
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes, with_main
 from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.backends.tvm.toolchain.weights import array_of
 
 _FLOAT = "float32"
 # A row of scores has at least this many vectors. In shorter rows, an incomplete vector would be most of the row.
@@ -215,7 +216,7 @@ class _Reader:
         ):
             return None
         inner = self._array(call.args[0])
-        axis, at = int(call.attrs.axis) % len(shape), int(index.value.numpy())
+        axis, at = int(call.attrs.axis) % len(shape), int(array_of(index))
         if inner is None or inner[0].sizes != shape or not 0 <= at < shape[axis]:
             return None
         array, holder = inner
@@ -276,6 +277,6 @@ def _step_operand(expression: Any, heads: tuple[int, ...]) -> float | Extra | No
         if shape is None or len(shape) > len(heads) + 2:
             continue
         if dtype == _FLOAT and isinstance(expression, GenericConst) and math.prod(shape) == 1:
-            return float(expression.value.numpy().reshape(-1)[0])
+            return float(array_of(expression).reshape(-1)[0])
         return Extra(shape, dtype, heads)
     return None

@@ -23,6 +23,7 @@ from xrlflow.backends.tvm.kernels.bands_plan import possible, untuned_blocking
 from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, weights_from_memory
 from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.backends.tvm.toolchain.weights import array_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class _Convolution:
 
     @property
     def weights(self) -> Any:
-        return self.call.args[1].value.numpy()
+        return array_of(self.call.args[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class _Match:
         steps."""
 
         def wide(values: Sequence[Any]) -> list[Any]:
-            return [constant(by_channel(value.value.numpy(), workload, blocking)) for value in values]
+            return [constant(by_channel(array_of(value), workload, blocking)) for value in values]
 
         arguments = [self.first.call.args[0]]
         if self.expand is not None:

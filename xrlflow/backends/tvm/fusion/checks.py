@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm.toolchain.weights import array_of
 
 _ATTRIBUTE = "xrlflow.checks"
 
@@ -88,9 +89,9 @@ def check_constants(module: Any) -> Any:
 
     ends = value(value(main.body.body).fields[-1])
     if isinstance(ends, GenericConst):
-        complain(checks, ends.value.numpy())
+        complain(checks, array_of(ends))
     else:
         for check, operand in zip(checks, ends.args[1].fields, strict=True):
             if isinstance(operand := value(operand), GenericConst):
-                complain([check], ends_of(operand.value.numpy()))
+                complain([check], ends_of(array_of(operand)))
     return module

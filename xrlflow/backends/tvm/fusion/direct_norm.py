@@ -16,6 +16,7 @@ from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, packed
 from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.backends.tvm.toolchain.weights import array_of
 
 
 def use_direct_norm(module: Any, machine: Machine) -> Any:
@@ -59,7 +60,7 @@ def _with_norm(
     def read() -> Sequence[Any]:
         return [
             image,
-            constant(packed(weights.value.numpy(), workload, blocking)),
+            constant(packed(array_of(weights), workload, blocking)),
             *followed.extras,
             scale,
             bias,

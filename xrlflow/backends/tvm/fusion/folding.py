@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from xrlflow.backends.tvm.fusion.layouts import axes_of
-from xrlflow.backends.tvm.toolchain.reading import constant, operator, sizes, with_calls
+from xrlflow.backends.tvm.toolchain.reading import operator, sizes, with_calls
+from xrlflow.backends.tvm.toolchain.weights import moved
 
 _VIEWS = frozenset({"relax.expand_dims", "relax.reshape", "relax.squeeze"})
 _KINDS = frozenset({"bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
@@ -22,19 +23,20 @@ def _folded(call: Any, builder: Any) -> Any | None:
     name = operator(call)
     if name not in _VIEWS and name != "relax.permute_dims":
         return None
-    array = _value(call.args[0], builder)
+    operand = _constant(call.args[0], builder)
     shape = sizes(call)
-    if array is None or shape is None or str(array.dtype) not in _KINDS:
+    if operand is None or shape is None or str(operand.ty.dtype) not in _KINDS:
         return None
-    result = array.transpose(axes_of(call)) if name == "relax.permute_dims" else array.reshape(shape)
-    return constant(np.ascontiguousarray(result).reshape(shape))
+    if name == "relax.permute_dims":
+        return moved(operand, np.transpose, tuple(axes_of(call)))
+    return moved(operand, np.reshape, shape)
 
 
-def _value(expression: Any, builder: Any) -> Any | None:
-    """The array of a constant, directly or through variables; None for other expressions."""
+def _constant(expression: Any, builder: Any) -> Any | None:
+    """A constant, directly or through variables; None for other expressions."""
     from tvm import relax
     from tvm.ir import GenericConst
 
     while isinstance(expression, relax.Var):
         expression = builder.lookup_binding(expression)
-    return expression.value.numpy() if isinstance(expression, GenericConst) else None
+    return expression if isinstance(expression, GenericConst) else None

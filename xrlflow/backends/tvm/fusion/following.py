@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from xrlflow.backends.tvm.fusion.attention import parts_of
 from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.kernels.steps import CASTS, STEPS, Earlier, Extra, Operand, Step
-from xrlflow.backends.tvm.toolchain.reading import constant, operator, sizes
+from xrlflow.backends.tvm.toolchain.reading import operator, sizes
+from xrlflow.backends.tvm.toolchain.weights import array_of, moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +147,8 @@ def _operand(expression: Any, out: tuple[int, ...]) -> tuple[float | Extra, list
     if shape == out[-1:] and not isinstance(expression, GenericConst):
         return Extra(True), [expression]
     if isinstance(expression, GenericConst):
-        array = expression.value.numpy()
-        if array.size == 1:
-            return float(array.reshape(-1)[0]), []
-        if array.size == out[-1] and shape[-1] == out[-1]:
-            return Extra(True), [constant(array.reshape(-1))]
+        if math.prod(shape) == 1:
+            return float(array_of(expression).reshape(-1)[0]), []
+        if math.prod(shape) == out[-1] and shape[-1] == out[-1]:
+            return Extra(True), [moved(expression, np.reshape, -1)]
     return None

@@ -21,6 +21,7 @@ from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.reading import operator
 from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.backends.tvm.toolchain.weights import folded
 
 LAYOUTS = {
     "relax.nn.conv1d": ["NWC", "WIO"],
@@ -68,14 +69,14 @@ def passes(machine: Machine, channels_last: bool | None, algorithms: Algorithms)
         Pass("decompose", relax.transform.DecomposeOpsForInference()),
         Pass("canonicalize", relax.transform.CanonicalizeBindings()),
         Pass("fold_moves", fold_moves),
-        Pass("fold_constants", relax.transform.FoldConstant()),
+        Pass("fold_constants", folded),
         Pass("check_constants", check_constants),
         Pass("transposed_convolutions", by_phases),
         Pass("pointwise", on_images),
         Pass("counted_axes", counted_axes),
         Pass("channels_last", channels_to_the_end),
         Pass("fold_moves", fold_moves),
-        Pass("fold_constants", relax.transform.FoldConstant()),
+        Pass("fold_constants", folded),
         Pass("without_detours", without_detours),
         Pass("bytes", handle_bytes),
         Pass("attention", lambda module: fuse_attention(module, machine)),

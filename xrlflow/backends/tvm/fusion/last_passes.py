@@ -11,6 +11,7 @@ from xrlflow.backends.tvm.fusion.slices import separate
 from xrlflow.backends.tvm.kernels.legalize import legalizations
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.backends.tvm.toolchain.weights import folded
 
 
 def last_passes(machine: Machine) -> list[Pass]:
@@ -25,7 +26,7 @@ def last_passes(machine: Machine) -> list[Pass]:
         Pass("legalize", relax.transform.LegalizeOps(dict(legalizations(machine)))),
         Pass("sizes", sized),
         Pass("patterns", relax.transform.AnnotateTIROpPattern()),
-        Pass("fold_constants", relax.transform.FoldConstant()),
+        Pass("fold_constants", folded),
         Pass("cut_chains", cut_chains),
         Pass("fuse_operators", relax.transform.FuseOps()),
         Pass("fuse_loops", relax.transform.FuseTIR()),

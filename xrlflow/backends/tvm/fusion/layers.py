@@ -35,7 +35,6 @@ from xrlflow.backends.tvm.kernels.layer_kernels import (
 from xrlflow.backends.tvm.kernels.winograd_errors import relative_errors
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.reading import (
-    constant,
     known_value,
     numbers,
     operator,
@@ -43,6 +42,7 @@ from xrlflow.backends.tvm.toolchain.reading import (
     weights_from_memory,
 )
 from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.backends.tvm.toolchain.weights import array_of, moved
 
 _LAYOUTS = {
     "relax.nn.conv1d": ("NWC", "WIO"),
@@ -159,7 +159,7 @@ def _options(match: Match, machine: Machine) -> list[AlgorithmOption]:
     others = [algorithm for algorithm in algorithms_of(workload) if algorithm is not first]
     options += [AlgorithmOption(algorithm, math.inf) for algorithm in others if algorithm.m is None]
     faster = {a: a.m for a in others if a.m is not None}
-    errors = relative_errors(match.call.args[1].value.numpy(), *faster.values()) if faster else []
+    errors = relative_errors(array_of(match.call.args[1]), *faster.values()) if faster else []
     for algorithm, each in zip(faster, errors, strict=True):
         if each.finite and each.channel <= WORST_CHANNEL:
             options.append(AlgorithmOption(algorithm, costs[algorithm], each.error, most=each.most))
@@ -176,13 +176,20 @@ def _replacement(match: Match, option: AlgorithmOption, machine: Machine) -> Rep
     image, weights = match.call.args
 
     def read() -> Sequence[Any]:
-        return [image, constant(kernel.packed(weights.value.numpy(), workload, blocking)), *match.extras]
+        return [image, _packed(weights, workload, choice), *match.extras]
 
     choice = KernelChoice(option.algorithm, blocking)
     return Replacement(
         kernel.name, (workload, choice), partial(kernel.code, workload, blocking), read, workload.out,
         workload.kind,
     )  # fmt: skip
+
+
+def _packed(weights: Any, workload: LayerWorkload, choice: KernelChoice) -> Any:
+    """The constant with the weights of a layer as its kernel reads them."""
+    if isinstance(choice.blocking, products.ProductBlocking):  # for any number of rows
+        return moved(weights, products.panels, choice.blocking.columns)
+    return moved(weights, KERNELS[choice.algorithm].packed, workload, choice.blocking)
 
 
 def _tiled(match: Match, option: AlgorithmOption, machine: Machine) -> Replacement | None:
@@ -202,7 +209,7 @@ def _tiled(match: Match, option: AlgorithmOption, machine: Machine) -> Replaceme
         return None
 
     def read() -> Sequence[Any]:
-        operands = tiles.Operands(weights.value.numpy(), values)
+        operands = tiles.Operands(array_of(weights), values)
         return tiles.spliced(tiles.fuse_layer(workload, operands, machine), variables)
 
     return Replacement(

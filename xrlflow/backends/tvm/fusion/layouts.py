@@ -11,8 +11,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from xrlflow.backends.protocol import Array
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
-from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, with_calls, with_main
+from xrlflow.backends.tvm.toolchain.reading import numbers, operator, sizes, with_calls, with_main
+from xrlflow.backends.tvm.toolchain.weights import array_of, moved
 
 _TRANSPOSE = "relax.permute_dims"
 _POOLS = {"relax.nn.max_pool2d": "max_pool2d", "relax.nn.avg_pool2d": "avg_pool2d"}
@@ -117,8 +119,8 @@ def border(x: Any, pads: Any | None, value: Any | None) -> Any | None:
     shape = sizes(x, "float32")
     if shape is None or not isinstance(pads, GenericConst) or not isinstance(value, GenericConst | None):
         return None
-    widths = pads.value.numpy().ravel().tolist()
-    number = 0.0 if value is None else float(value.value.numpy().item())
+    widths = array_of(pads).ravel().tolist()
+    number = 0.0 if value is None else float(array_of(value).item())
     if len(widths) != 2 * len(shape) or min(widths, default=0) < 0 or not math.isfinite(number):
         return None
     pairs = [n for pair in zip(widths, widths[len(shape) :]) for n in pair]
@@ -130,6 +132,10 @@ def axes_of(call: Any) -> tuple[int, ...]:
     rank = len(call.ty.shape)
     axes = range(rank)[::-1] if call.attrs.axes is None else numbers(call.attrs.axes)
     return tuple(axis % rank for axis in axes)
+
+
+def _transposed(array: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    return array.reshape(shape).transpose(axes)
 
 
 def _inverse(axes: Sequence[int]) -> tuple[int, ...]:
@@ -212,7 +218,7 @@ def _small(operand: Any, result: Sequence[int], axes: Sequence[int], builder: An
     full = (1,) * (len(result) - len(shape)) + shape
     back = _inverse(axes)
     if isinstance(operand, GenericConst):
-        return constant(operand.value.numpy().reshape(full).transpose(back))
+        return moved(operand, _transposed, full, tuple(back))
     if math.prod(shape) > _SMALL * math.prod(result):
         return None
     if len(shape) < len(result):

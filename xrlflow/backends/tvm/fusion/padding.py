@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from xrlflow.backends.tvm.schedules.ratings import Grid, rated_tiles
-from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, with_calls
+from xrlflow.backends.tvm.toolchain.reading import numbers, operator, sizes, with_calls
 from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.backends.tvm.toolchain.weights import moved
 
 # The padded number of columns may be at most this many times the least number that vectors divide.
 _MORE_COLUMNS = 1.05
@@ -153,8 +156,5 @@ def _conv(call: Any, result: Sequence[int], weights: Sequence[int], machine: Mac
 
 
 def _widened(weights: Any, width: int) -> Any:
-    import numpy as np
-
-    array = weights.value.numpy()
-    missing = [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])]
-    return constant(np.pad(array, missing))
+    shape = sizes(weights) or ()
+    return moved(weights, np.pad, (*((0, 0),) * (len(shape) - 1), (0, width - shape[-1])))

@@ -25,6 +25,7 @@ from xrlflow.backends.tvm.schedules.dispatch import apply, choices, heuristic
 from xrlflow.backends.tvm.schedules.ratings import TileBlocking
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.backends.tvm.toolchain.weights import array_of
 
 # Operators, and their layouts, by the number of dimensions of the image.
 _CONVOLUTIONS = {3: ("conv1d", "NWC", "WIO"), 4: ("conv2d", "NHWC", "HWIO"), 5: ("conv3d", "NDHWC", "DHWIO")}
@@ -226,7 +227,7 @@ def arguments(alone: OnlyKernel, scheduled: Any, workload: LayerWorkload) -> lis
     stripped = package.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(scheduled)
     arrays = []
     for x, parameter in zip(alone.call.args[1].fields, stripped["main"].params):
-        value = variables[str(x.name)] if isinstance(x, relax.Var) else x.value.numpy()
+        value = variables[str(x.name)] if isinstance(x, relax.Var) else array_of(x)
         shape = tuple(int(n) for n in parameter.shape)
         packed = value if value.shape == shape else _in_panels(value, shape[-1])
         if packed.shape != shape:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, with_calls
+from xrlflow.backends.tvm.toolchain.weights import array_of
 
 
 def by_phases(module: Any) -> Any:
@@ -47,7 +48,7 @@ def _rewritten(call: Any, builder: Any) -> Any | None:
     first = [b - cut * s for b, cut, s in zip(begin, before, strides)]
 
     # With channels last, the channels of a pixel of a phase are neighbours in memory, and move together.
-    weights = constant(phase_weights(call.args[1].value.numpy(), strides))
+    weights = constant(phase_weights(array_of(call.args[1]), strides))
     image_last = builder.emit(relax.op.permute_dims(call.args[0], [0, 2, 3, 1]))
     phases = relax.op.nn.conv2d(
         image_last, weights, padding=padding, data_layout="NHWC", kernel_layout="HWIO", out_layout="NHWC"

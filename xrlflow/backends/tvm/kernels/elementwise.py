@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from xrlflow.backends.tvm.kernels.building import OPAQUE
 from xrlflow.backends.tvm.toolchain.imported import Imported
 from xrlflow.backends.tvm.toolchain.powers import is_short, multiplied
 from xrlflow.backends.tvm.toolchain.reading import constant, sizes
+from xrlflow.backends.tvm.toolchain.weights import array_of
 
 
 def legal_power(builder: Any, call: Any) -> Any | None:
@@ -44,9 +46,9 @@ def _one_number(y: Any) -> float | None:
     """The value of a constant of one element; None for other expressions."""
     from tvm.ir import GenericConst
 
-    if not isinstance(y, GenericConst) or y.value.numpy().size != 1:
+    if not isinstance(y, GenericConst) or math.prod(sizes(y) or (0,)) != 1:
         return None
-    return float(y.value.numpy().item())
+    return float(array_of(y).item())
 
 
 def with_exponent(node: Imported) -> None:
@@ -56,7 +58,7 @@ def with_exponent(node: Imported) -> None:
     x, y = node.inputs[0], node.inputs[1]
     kind = str(x.ty.dtype)
     if isinstance(y, GenericConst) and kind.startswith("float") and str(y.ty.dtype) != kind:
-        node.inputs[1] = constant(y.value.numpy().astype(kind))
+        node.inputs[1] = constant(array_of(y).astype(kind))
 
 
 def celu(node: Imported) -> Any:

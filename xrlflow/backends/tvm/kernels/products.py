@@ -193,10 +193,17 @@ def _time_of_term(workload: Product, blocking: ProductBlocking, machine: Machine
 def packed(
     weights: npt.NDArray[np.float32], workload: Product, blocking: ProductBlocking
 ) -> npt.NDArray[np.float32]:
+    """The weights of a product as its kernel reads them: `panels`."""
+    return panels(weights, blocking.columns)
+
+
+def panels(weights: npt.NDArray[np.float32], width: int) -> npt.NDArray[np.float32]:
     """Panels [panel, term, column] of weights [.., term, column]; columns after the last are 0."""
-    wide = np.zeros((workload.terms, blocking.panels(workload) * blocking.columns), np.float32)
-    wide[:, : workload.columns] = weights.reshape(workload.terms, workload.columns)
-    return np.ascontiguousarray(wide.reshape(workload.terms, -1, blocking.columns).transpose(1, 0, 2))
+    columns = weights.shape[-1]
+    wide = weights.reshape(-1, columns)
+    if columns % width:
+        wide = np.pad(wide, ((0, 0), (0, -columns % width)))
+    return np.ascontiguousarray(wide.reshape(len(wide), -1, width).transpose(1, 0, 2))
 
 
 def chunk_of(depth: int) -> int:

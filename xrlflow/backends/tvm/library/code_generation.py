@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from onnx import ModelProto, TypeProto
+from onnx import ModelProto, TensorProto, TypeProto
 
 from xrlflow.backends.interrupts import COMPILING, heeding_interrupts
 from xrlflow.backends.limits import available_cpus
@@ -73,20 +73,31 @@ def compile_region(
     region: Region,
     types: Mapping[str, TypeProto],
     machine: Machine,
+    **options: Any,
+) -> CompiledRegion:
+    """Lower and schedule a region of a model. `types`: the types, with fixed sizes, of the values that cross the
+    region's border. `options`: see `compile_part`."""
+    return compile_part(extracted(model, region, types), region, machine, {}, **options)
+
+
+def compile_part(
+    part: ModelProto,
+    region: Region,
+    machine: Machine,
+    weights: Mapping[str, TensorProto],
     *,
     weights_as_inputs: bool = False,
     channels_last: bool | None = None,
     algorithms: Algorithms = DEFAULT,
 ) -> CompiledRegion:
-    """Lower and schedule a region of a model. The inputs and outputs of its node have the region's order, which may
-    differ from the model's.
+    """Lower and schedule a region that is a model of its own, with fixed sizes (`regions.extracted`). The inputs and
+    outputs of its node have the region's order. `weights`: its weights whose elements it lacks.
 
-    `types`: the types, with fixed sizes, of the values that cross the region's border. `weights_as_inputs`: see
+    `weights_as_inputs`: see
     `regions.with_functions`. `channels_last`, `algorithms`: see `fusion.fuse`. Raises BackendError for models that
     cannot be lowered (see `importer.import_model`), or not without TVM's runtime.
     """
-    part = extracted(model, region, types)
-    module = import_model(part)
+    module = import_model(part, weights=weights)
     fused = fuse(module, machine, channels_last, algorithms)
     scheduled = schedule_all(fused, machine)
     with answering("compile", scheduled), machine.target(), heeding_interrupts():

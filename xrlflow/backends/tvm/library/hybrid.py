@@ -17,7 +17,8 @@ from onnx import GraphProto, ModelProto, NodeProto, TypeProto
 from xrlflow.backends.library_files import check_library_path, library_path
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, AlgorithmChoice, Algorithms
-from xrlflow.backends.tvm.library.code_generation import CodeGenerator, CompiledRegion, compile_region
+from xrlflow.backends.tvm.library.code_generation import CodeGenerator, CompiledRegion
+from xrlflow.backends.tvm.library.forms import Forms
 from xrlflow.backends.tvm.library.kernel_library import BuiltLibrary, KernelLibrary, kernel_library
 from xrlflow.backends.tvm.library.rows import RowStructure
 from xrlflow.backends.tvm.lowering.importer import NodeRefused, unsupported
@@ -33,6 +34,7 @@ from xrlflow.onnxio.regions import (
     names_read,
     note_rows,
     region_of,
+    rename_domain,
     save_regions,
     weight_bytes,
     whole_region,
@@ -42,6 +44,8 @@ from xrlflow.onnxio.regions import (
 from xrlflow.onnxio.versions import opset_of
 from xrlflow.storage import files
 
+_UNNAMED = "xrlflow.unnamed"
+"""The domain of regions until their library is there, whose name is a digest of its content."""
 _DYNAMIC = "DynamicQuantizeLinear"
 # Operators that are left to ONNX Runtime. Their kernels call functions of TVM's runtime, or compute in integers more
 # slowly than ONNX Runtime does, or return another index if numbers are infinite.
@@ -117,9 +121,10 @@ class Hybrid:
 
 
 @dataclass(frozen=True, slots=True)
-class HybridMetadata:
-    """Those data of a `Hybrid` that its files do not contain. They are sent to another process."""
+class SavedHybrid:
+    """A `Hybrid` in the files that it was saved to, which have all its weights twice. See there for the fields."""
 
+    path: str
     regions: tuple[Region, ...]
     total: int
     remarks: tuple[str, ...]
@@ -127,14 +132,21 @@ class HybridMetadata:
     rows: int
 
     @staticmethod
-    def of(hybrid: Hybrid) -> HybridMetadata:
-        return HybridMetadata(hybrid.regions, hybrid.total, hybrid.remarks, hybrid.chosen, hybrid.rows)
+    def at(path: str, hybrid: Hybrid) -> SavedHybrid:
+        """Save a hybrid at `path`. Raises BackendError."""
+        hybrid.save(path)
+        return SavedHybrid(path, hybrid.regions, hybrid.total, hybrid.remarks, hybrid.chosen, hybrid.rows)
 
-    def loaded(self, path: str) -> Hybrid:
-        """The hybrid that was saved at `path`."""
-        library = BuiltLibrary(library_path(path).read_bytes())
+    @property
+    def nodes(self) -> int:
+        """The number of nodes that became kernels."""
+        return sum(len(region.nodes) for region in self.regions)
+
+    def loaded(self) -> Hybrid:
+        """The hybrid, which no longer needs the files."""
+        library = BuiltLibrary(library_path(self.path).read_bytes())
         return Hybrid(
-            onnx.load(path), library, self.regions, self.total, self.remarks, self.chosen, self.rows
+            onnx.load(self.path), library, self.regions, self.total, self.remarks, self.chosen, self.rows
         )
 
 
@@ -166,11 +178,8 @@ def hybrid(
         with CodeGenerator(machine) as generator:
             compiled = _compiled(model, whole, machine, algorithms, generator, weights_as_inputs=large)
 
-            def carrying(domain: str) -> ModelProto:
-                return with_functions(model, compiled.regions, domain, weights_as_inputs=large)
-
-            library = kernel_library(compiled.compiled, machine, _computed(carrying), generator)
-        carrier = carrying(library.domain)
+            carrier = with_functions(model, compiled.regions, _UNNAMED, weights_as_inputs=large)
+            library = _library_for(carrier, compiled.compiled, machine, generator)
         return Hybrid(
             carrier,
             library,
@@ -205,17 +214,13 @@ def _guarded(
             whole = whole_region(fixed.graph, outputs)
             parts.append((fixed, _compiled(fixed, whole, machine, algorithms, generator, prefix)))
         compiled = {name: region for _, part in parts for name, region in part.compiled.items()}
-
-        def carrying(domain: str) -> ModelProto:
-            carrier = model
-            for (fixed, compiled_part), sizes in zip(parts, requested):
-                name = next(iter(compiled_part.regions))
-                inner = None if compiled_part.whole else with_functions(fixed, compiled_part.regions, domain)
-                carrier = with_guard(carrier, name, sizes, domain, inner)
-            return carrier
-
-        library = kernel_library(compiled, machine, _computed(carrying), generator)
-    carrier, first = carrying(library.domain), parts[0][1]
+        carrier = model
+        for (fixed, compiled_part), sizes in zip(parts, requested):
+            name = next(iter(compiled_part.regions))
+            inner = None if compiled_part.whole else with_functions(fixed, compiled_part.regions, _UNNAMED)
+            carrier = with_guard(carrier, name, sizes, _UNNAMED, inner)
+        library = _library_for(carrier, compiled, machine, generator)
+    first = parts[0][1]
     return Hybrid(carrier, library, tuple(first.regions.values()), first.total, first.remarks, first.chosen)
 
 
@@ -243,6 +248,8 @@ def _by_rows(model: ModelProto, machine: Machine, algorithms: Algorithms, whole:
     if whole and (large or [len(part.nodes) for part in parts] != [len(named.graph.node)]):
         return None
 
+    forms = Forms(named, machine)
+
     def compiled_for_rows(region: Region) -> CompiledRegion:
         ports = structure.ports(region)
         if ports is None:
@@ -252,7 +259,7 @@ def _by_rows(model: ModelProto, machine: Machine, algorithms: Algorithms, whole:
         for count in counts:
             types = structure.types(count, (*region.inputs, *region.outputs))
             sharing = replace(algorithms, packed_for=counts[0] if len(counts) > 1 else 0)
-            block = compile_region(named, region, types, machine, algorithms=sharing)
+            block = forms.compile(region, types, algorithms=sharing)
             _check_shapes(region, block, types)
             blocks.append(replace(block, rows=count))
         return replace(blocks[0], ports=ports, smaller=tuple(blocks[1:]))
@@ -267,15 +274,11 @@ def _by_rows(model: ModelProto, machine: Machine, algorithms: Algorithms, whole:
                 if compiled.remarks
                 else "no part of the model has products with weights and computes each row alone"
             )
-
-        def carrying(domain: str) -> ModelProto:
-            carrier = with_functions(named, compiled.regions, domain)
-            note_rows(carrier, domain, {n: [b.rows for b in c.blocks] for n, c in compiled.compiled.items()})
-            return carrier
-
-        library = kernel_library(compiled.compiled, machine, _computed(carrying), generator)
+        carrier = with_functions(named, compiled.regions, _UNNAMED)
+        note_rows(carrier, _UNNAMED, {n: [b.rows for b in c.blocks] for n, c in compiled.compiled.items()})
+        library = _library_for(carrier, compiled.compiled, machine, generator)
     return Hybrid(
-        carrying(library.domain), library, tuple(compiled.regions.values()), compiled.total, compiled.remarks,
+        carrier, library, tuple(compiled.regions.values()), compiled.total, compiled.remarks,
         compiled.chosen, max(each.rows for each in compiled.compiled.values()),
     )  # fmt: skip
 
@@ -347,10 +350,10 @@ def _compiled(
     if len(parts) == 1 and len(parts[0].nodes) == len(model.graph.node):
         parts = [whole]  # whose inputs and outputs have the order of the graph's, as a guard needs them
 
+    forms = Forms(model, machine)
+
     def compiled_region(region: Region) -> CompiledRegion:
-        return compile_region(
-            model, region, types, machine, weights_as_inputs=weights_as_inputs, algorithms=algorithms
-        )
+        return forms.compile(region, types, weights_as_inputs=weights_as_inputs, algorithms=algorithms)
 
     compiled = _compiled_parts(model.graph, parts, compiled_region, generator, prefix)
     if not compiled.regions:
@@ -407,11 +410,13 @@ def _without_node(graph: GraphProto, region: Region, results: Sequence[str]) -> 
     return cut(graph, lambda node: bool(inside.intersection(node.output)), _ends)
 
 
-def _computed(carrying: Callable[[str], ModelProto]) -> str:
-    """The digest of what the regions of a model compute. `carrying`: returns the model with regions in a domain of the
-    given name."""
-    domain = "xrlflow.unnamed"
-    return region_digest(carrying(domain), domain)
+def _library_for(
+    carrier: ModelProto, compiled: Mapping[str, CompiledRegion], machine: Machine, generator: CodeGenerator
+) -> KernelLibrary:
+    """The library of a model with regions in the domain `_UNNAMED`, which are then in the library's domain."""
+    library = kernel_library(compiled, machine, region_digest(carrier, _UNNAMED), generator)
+    rename_domain(carrier, _UNNAMED, library.domain)
+    return library
 
 
 def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelProto:

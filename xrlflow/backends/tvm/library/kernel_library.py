@@ -7,11 +7,13 @@ which kernel is called with which tensors, and a small runtime (`native/`).
 from __future__ import annotations
 
 import hashlib
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import onnx
 
@@ -24,6 +26,7 @@ from xrlflow.backends.tvm.lowering.plan import (
     ExecutionPlan,
     Location,
     Tensor,
+    memory_of,
     np_dtype,
 )
 from xrlflow.backends.tvm.toolchain.target import Machine, compiler, instructions, linker
@@ -83,29 +86,61 @@ class KernelLibrary:
         for name, part in zip(objects, self.code):
             (folder / name).write_bytes(part)
         (folder / "tables.c").write_text(_domain(self.domain) + self.tables)
-        with (folder / "constants.bin").open("wb") as file:
-            for array in self.constants:
-                file.write(b"\0" * (-file.tell() % ALIGNMENT))
-                file.write(array.tobytes())
         (folder / "constants.s").write_text(_ASSEMBLY.format(alignment=ALIGNMENT, section=self._section))
+        _called([command, "-c", "constants.s", "-o", "constants.o"], folder)
+        with (folder / "constants.o").open("r+b") as file:
+            _fill(file, self._section, self.constants)
         names = "RegisterCustomOps; xrlflow_spent;" if profiled else "RegisterCustomOps;"
         (folder / "exports").write_text(f"{{ global: {names} local: *; }};\n")
         options = (*options, f"-DXRLFLOW_PROFILE={profiled}" if profiled else _STAYS)
         sources = [str(NATIVE / name) for name in _SOURCES]
-        result = subprocess.run(
+        _called(
             [
-                command, *_FLAGS, f"-I{NATIVE}", *sources, "tables.c", "constants.s", *objects,
+                command, *_FLAGS, f"-I{NATIVE}", *sources, "tables.c", "constants.o", *objects,
                 "-Wl,--version-script=exports", *_LINKING, *options, "-o", "built.so",
             ],
-            cwd=folder, capture_output=True, text=True, check=False,
+            folder,
         )  # fmt: skip
-        if result.returncode != 0:
-            lines = [line for line in result.stderr.splitlines() if line.strip()]
-            message = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
-            raise BackendError(
-                f"the C compiler ({command}) cannot build a library of kernels: {one_line(message)}"
-            )
         return folder / "built.so"
+
+
+def _called(command: Sequence[str], folder: Path) -> None:
+    """Run the C compiler. Raises BackendError if it fails."""
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        message = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+        raise BackendError(
+            f"the C compiler ({command[0]}) cannot build a library of kernels: {one_line(message)}"
+        )
+
+
+# The file header of ELF, 64 bits, least byte first: where the section headers are, the size of one, their number, and
+# which of them has the names. A section header: its name, its offset in the file and its size.
+_SECTIONS, _SECTION, _PLACE = struct.Struct("<40xQ10xHHH"), struct.Struct("<I20xQQ"), struct.Struct("<QQ")
+_PLACE_IN_SECTION = 24
+
+
+def _fill(file: BinaryIO, section: str, arrays: Iterable[Array]) -> None:
+    """Append arrays to an object file as the content of one of its sections, and a byte, so that there is content.
+
+    An assembler that reads them from another file would write them once more.
+    """
+    content = file.read()
+    first, size, count, with_names = _SECTIONS.unpack_from(content)
+    headers = [_SECTION.unpack_from(content, first + size * n) for n in range(count)]
+    _, names, length = headers[with_names]
+    texts = content[names : names + length]
+    number = next(n for n, (at, *_) in enumerate(headers) if texts[at:].startswith(section.encode() + b"\0"))
+    file.write(b"\0" * (-file.tell() % ALIGNMENT))
+    begin = file.tell()
+    for array in arrays:
+        file.write(b"\0" * (-file.tell() % ALIGNMENT))
+        file.write(memory_of(array))
+    file.write(b"\0")
+    end = file.tell()
+    file.seek(first + size * number + _PLACE_IN_SECTION)
+    file.write(_PLACE.pack(begin, end - begin))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,27 +196,33 @@ def kernel_library(
     )
     tables = "".join(_tables(regions, generator.symbols, offsets, machine))
     digest = hashlib.blake2b(digest_size=DIGITS // 2)
-    for part in (*code, tables.encode(), *(array.tobytes() for array in constants)):
+    for part in (*code, tables.encode(), *constants):
         digest.update(part)
-    return KernelLibrary(machine, code, tables, constants, f"xrlflow.{digest.hexdigest()}{computed}")
+    return KernelLibrary(
+        machine, code, tables, tuple(constants.values()), f"xrlflow.{digest.hexdigest()}{computed}"
+    )
 
 
-def _shared_constants(plans: Iterable[ExecutionPlan]) -> tuple[tuple[Array, ...], list[list[int]]]:
-    """The constants of all plans, with equal constants only once, and for each plan the offsets of its constants in
+def _shared_constants(plans: Iterable[ExecutionPlan]) -> tuple[dict[bytes, Array], list[list[int]]]:
+    """The constants of all plans by their digests, each once, and for each plan the offsets of its constants in
     bytes."""
-    constants: list[Array] = []
+    constants: dict[bytes, Array] = {}
     positions: dict[bytes, int] = {}
+    known: dict[tuple[int, int], bytes] = {}  # plans of one region have the same arrays
     end, offsets = 0, list[list[int]]()
     for plan in plans:
         offsets.append([])
         for array in plan.constants:
-            key = hashlib.blake2b(array.tobytes(), digest_size=32).digest()
+            at = (array.ctypes.data, array.nbytes)
+            key = known.get(at)
+            if key is None:
+                key = known[at] = hashlib.blake2b(memory_of(array), digest_size=32).digest()
             if key not in positions:
                 positions[key] = end = -(-end // ALIGNMENT) * ALIGNMENT
-                constants.append(array)
+                constants[key] = array
                 end += array.nbytes
             offsets[-1].append(positions[key])
-    return tuple(constants), offsets
+    return constants, offsets
 
 
 # --- Tables in C
@@ -192,8 +233,6 @@ _ASSEMBLY = """\
   .globl xrlflow_constants_begin
   .hidden xrlflow_constants_begin
 xrlflow_constants_begin:
-  .incbin "constants.bin"
-  .byte 0
   .section .note.GNU-stack, "", %progbits
 """
 

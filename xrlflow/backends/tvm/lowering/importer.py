@@ -7,8 +7,10 @@ import functools
 import io
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
@@ -27,6 +29,7 @@ from xrlflow.backends.tvm.lowering.value_types import check_types, disagreement,
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.imported import Imported
 from xrlflow.backends.tvm.toolchain.reading import constant, known_value, sizes
+from xrlflow.backends.tvm.toolchain.weights import imported, moved, weight
 from xrlflow.onnxio import ModelError
 from xrlflow.onnxio.versions import raised
 
@@ -66,9 +69,13 @@ def _converters() -> Mapping[str, Any]:
 
 
 @heeding_interrupts()
-def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
+def import_model(
+    model: Any,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    weights: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
     """A Relax module for an ONNX ModelProto, with weights as constants. `checks.checks_of` returns the module's checks
-    of indices.
+    of indices. `weights`: tensors by name whose elements the model lacks.
 
     Raises BackendError, before any work, for operators that cannot be lowered, for inputs whose dimensions are not
     numbers (bind them with `shapes`), and for constant indices outside their tables. NodeRefused is raised for a node
@@ -96,7 +103,7 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
     # TVM prints the operands of operators that it refuses, and warns of each name with a dot.
     with answering("import"), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        importer = _importer(fixed, types)
+        importer = _importer(fixed, types, weights)
         module = importer.from_onnx(model.graph, opset)
         module = with_checks(module, importer.bounds.checks)
     assert isinstance(module, package.IRModule)
@@ -199,8 +206,11 @@ def _checked(results: Sequence[str], value: Any, types: Mapping[str, Any]) -> An
     return value
 
 
-def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> Any:
-    from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, get_type
+def _importer(
+    shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any], weights: Mapping[str, Any]
+) -> Any:
+    from tvm.ir import GenericConst
+    from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, get_numpy, get_type
 
     class Importer(ONNXGraphImporter):  # type: ignore[misc]
         """TVM's importer with changes. Clip, Max, Min, Sum and Mean get two operands, so that layouts pass through them
@@ -221,6 +231,11 @@ def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> 
                 opset,
             )
 
+        def _parse_graph_initializers(self, graph: Any) -> None:
+            for tensor in graph.initializer:
+                read = functools.partial(get_numpy, weights.get(tensor.name, tensor))
+                self._nodes[tensor.name] = weight(tensor.name, read)
+
         def _check_for_unsupported_ops(self, graph: Any) -> None:
             """Do nothing: `import_model` has checked operators, and accepts operators that this module adds."""
 
@@ -236,7 +251,11 @@ def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> 
             node = next(self._next_nodes)
             try:
                 with answering("import"):
-                    return _checked(node.results, self._converted(node, op_name, inputs, attrs, opset), types)
+                    value = _checked(
+                        node.results, self._converted(node, op_name, inputs, attrs, opset), types
+                    )
+                    imported(inputs, value)
+                    return value
             except BackendError as error:
                 raise NodeRefused(error, node.title, node.results) from error
 
@@ -252,6 +271,9 @@ def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> 
                 padded_inputs = [*inputs, None, None][:4]
                 if padded_inputs[3] is None and (padded := border(*padded_inputs[:3])) is not None:
                     return self.bb.normalize(padded)
+            if op_name == "Transpose" and isinstance(inputs[0], GenericConst):
+                rank = len(inputs[0].ty.shape)
+                return moved(inputs[0], np.transpose, tuple(attrs.get("perm", range(rank)[::-1])))
             if op_name in ("Cast", "CastLike"):
                 kind = get_type(attrs["to"]) if op_name == "Cast" else inputs[1].ty.dtype
                 if (result := cast(self.bb, inputs[0], str(kind))) is not None:

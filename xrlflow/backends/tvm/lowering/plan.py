@@ -6,6 +6,7 @@ The plan is read from this list. Memory is planned here: tensors that are not in
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from xrlflow.backends.protocol import Array, BackendError
 from xrlflow.backends.tvm.fusion.checks import Check, checks_of
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes
+from xrlflow.backends.tvm.toolchain.weights import Made, folded, made_of, plain_array
 
 ALIGNMENT = 64
 """Each tensor in the arena, and each constant, begins at a multiple of this number of bytes."""
@@ -76,6 +78,8 @@ class ExecutionPlan:
     checks: tuple[Check, ...]
     checked: int | None
     arena: int
+    made: tuple[Made | None, ...] = ()
+    """How each constant is made of a weight; None if it depends on no weight, or if that is unknown."""
 
     def kernels(self) -> frozenset[str]:
         """The names of all kernels that are called."""
@@ -100,6 +104,11 @@ def np_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
+def memory_of(array: Array) -> memoryview:
+    """The bytes of an array's elements, without a copy if they are in order, for digests and files."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
 def sequence(module: Any) -> Any:
     """A module of scheduled kernels whose "main" is a list of allocations and calls (in TVM's terms:
     destination-passing style)."""
@@ -108,7 +117,7 @@ def sequence(module: Any) -> Any:
 
     passes = [
         relax.transform.SplitLayoutRewritePreproc(),
-        relax.transform.FoldConstant(),
+        folded,
         relax.transform.DeadCodeElimination(),
         relax.transform.RewriteDataflowReshape(),
         relax.transform.ToNonDataflow(),
@@ -163,7 +172,8 @@ class _Reading:
     calls: list[Call] = field(default_factory=list)
     integers: list[int] = field(default_factory=list)
     constants: list[Array] = field(default_factory=list)
-    constant_storages: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
+    made: list[Made | None] = field(default_factory=list)
+    constant_storages: dict[tuple[str, tuple[int, ...], Made | bytes], int] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     checked: int | None = None
@@ -212,7 +222,7 @@ class _Reading:
         if isinstance(value, relax.Var):
             return self.bound[value]
         if isinstance(value, GenericConst):
-            return self._constant(value.value.numpy())
+            return self._constant(plain_array(value), made_of(value))
         if isinstance(value, relax.Tuple):
             return tuple(self._value(part, None) for part in value.fields)
         if isinstance(value, relax.TupleGetItem):
@@ -239,12 +249,18 @@ class _Reading:
             raise BackendError(f"an output is {type(value).__name__}, not a tensor")
         return value
 
-    def _constant(self, array: Array) -> _View:
-        key = (str(array.dtype), array.shape, array.tobytes())
+    def _constant(self, array: Array, made: Made | None = None) -> _View:
+        """The tensor of a constant. Constants of other weights are others, also if they are equal."""
+        key = (
+            str(array.dtype),
+            array.shape,
+            made or hashlib.blake2b(memory_of(array)).digest(),
+        )
         if key not in self.constant_storages:
             view = self._new(Location.CONSTANT, tuple(array.shape), str(array.dtype), len(self.constants))
             self.constant_storages[key] = view.storage
             self.constants.append(np.ascontiguousarray(array))
+            self.made.append(made)
         return _View(self.constant_storages[key], tuple(array.shape), str(array.dtype))
 
     def _call(self, kernel: str, arguments: Sequence[Any]) -> None:
@@ -295,7 +311,7 @@ class _Reading:
             tensors.append(Tensor(storage.location, offset, view.shape, view.dtype))
         return ExecutionPlan(
             tuple(tensors), tuple(self.calls), tuple(self.integers), tuple(self.constants), tuple(self.inputs),
-            tuple(self.outputs), self.checks, self.checked, arena,
+            tuple(self.outputs), self.checks, self.checked, arena, tuple(self.made),
         )  # fmt: skip
 
 

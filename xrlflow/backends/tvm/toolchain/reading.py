@@ -10,6 +10,7 @@ import numpy as np
 
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.weights import array_of
 
 
 def operator(value: Any) -> str:
@@ -81,7 +82,7 @@ def known_value(tensor: Any) -> Any | None:
     from tvm.ir import GenericConst
 
     if isinstance(tensor, GenericConst):
-        return tensor.value.numpy()
+        return array_of(tensor)
     if isinstance(tensor, tirx.IntImm):
         return np.asarray(int(tensor), np.int64)
     if isinstance(tensor, relax.ShapeExpr) and all(isinstance(n, tirx.IntImm) for n in tensor.values):
