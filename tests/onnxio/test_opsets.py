@@ -342,3 +342,28 @@ def test_a_file_is_raised_to_the_canonical_opset_for_a_compiler(name: str, opset
     assert "Constant" not in {node.op_type for node in new.graph.node}
     a, b = (session(m, LEVELS[-1]).run(None, {"x": X}) for m in (proto, new))
     np.testing.assert_array_equal(a[0], b[0])
+
+
+def test_weights_in_functions_stay_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX's inliner copies a model several times, and its inference once more."""
+    weights = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+    body = [
+        make("Constant", [], ["w"], value=numpy_helper.from_array(weights)),
+        make("MatMul", ["a", "w"], ["b"]),
+    ]
+    times = helper.make_function("my", "Times", ["a"], ["b"], body, [helper.make_opsetid("", 17)])
+    proto = model(
+        [make("Times", ["x"], ["y"], domain="my")], {"x": X}, [declare("y", FLOAT, [4, 64])], opset=17,
+        domains=["my"], functions=[times],
+    )  # fmt: skip
+    inlined, sizes = onnx.inliner.inline_local_functions, []
+
+    def counted(given: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
+        sizes.append(given.ByteSize())
+        return inlined(given, **options)
+
+    monkeypatch.setattr("onnx.inliner.inline_local_functions", counted)
+    imported = load(proto)
+    assert sizes[0] < weights.nbytes / 8
+    (found,) = (c for c in imported.graph.leaves.consts.values() if c.type.shape == (64, 64))
+    np.testing.assert_array_equal(found.numpy(), weights)

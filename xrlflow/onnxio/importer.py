@@ -216,8 +216,6 @@ def _parse(store: TensorStore) -> tuple[bytes, onnx.ModelProto]:
 
 def _inlined(store: TensorStore, proto: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its functions inlined, if their opsets allow that."""
-    for function in proto.functions:
-        store.fill(protos.tensors_of_nodes(function.node))
     if not proto.functions:
         return proto
     check_functions(store.name, proto)

@@ -600,18 +600,29 @@ class Reference:
     def _resolve(self, disputes: Sequence[_Dispute], reports: dict[str, OutputReport]) -> None:
         """Judge disputed outputs again: integers pass if a near-tie is proven, floats if they equal another target."""
         self.reruns.on({id(d.reference): d.reference for d in disputes}.values())
-        for at, dispute in enumerate(disputes):
-            if at == 0 or disputes[at - 1].reference is not dispute.reference:
-                together = [d.index for d in disputes if d.reference is dispute.reference]
-                self.reruns.measure(
-                    dispute.reference, [i for i in together if is_float(dispute.reference.outputs[i][0][1])]
-                )
+        judged = [self._by_runs(dispute) for dispute in disputes]
+        remaining = [
+            d for d, judgement in zip(disputes, judged) if judgement is None and is_float(d.original)
+        ]
+        for dispute, judgement in zip(disputes, judged):
             shown, case = _shown(dispute.original), str(dispute.reference.case)
-            judgement = (
-                self._float_again(dispute) if is_float(dispute.original) else self._integer_again(dispute)
-            )
+            if judgement is None and is_float(dispute.original):
+                together = [d.index for d in remaining if d.reference is dispute.reference]
+                self.reruns.measure(dispute.reference, together)
+            if judgement is None:
+                again = self._float_again if is_float(dispute.original) else self._integer_again
+                judgement = again(dispute)
             sides = _sides(dispute.reference, dispute.index, judgement)
             _note(reports, OutputReport(dispute.name, shown, judgement, case, sides))
+
+    def _by_runs(self, dispute: _Dispute) -> Judgement | None:
+        """The judgement on floats if further runs of the original explain what differs; None if they do not."""
+        if not is_float(dispute.original):
+            return None
+        exemption = dispute.reference.exemption(dispute.index) or Exemption.NONE
+        targets = self.reruns.targets(dispute.reference, dispute.index, measured=False)
+        judged = (judge_floats(target, dispute.new, exemption) for target in targets)
+        return next((judgement for judgement in judged if judgement.passed), None)
 
     def _integer_again(self, dispute: _Dispute) -> Judgement:
         proven = undecided(
@@ -633,7 +644,7 @@ class Reference:
         """
         reference, index = dispute.reference, dispute.index
         if reference.targets[index, ""].criterion is Criterion.DEVIATION and reference.case.feeds:
-            on_demand(Sizes(self.model, self.imported), self.imported, reference, self.float64_flops)
+            on_demand(self.reruns.sizes, self.imported, reference, self.float64_flops)
             self.reruns.settle([reference])
         exemption = reference.exemption(index) or Exemption.NONE
         judged = [judge_floats(t, dispute.new, exemption) for t in self.reruns.targets(reference, index)]

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from xrlflow.ir import FLOATS, INTEGERS, Const, Dim, DType, TensorType, Value, digest
+from xrlflow.ir import FLOATS, INTEGERS, SMALL, Const, Dim, DType, TensorType, Value, digest
 from xrlflow.onnxio import ImportedModel
 from xrlflow.ops.infer import type_of_proto
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
@@ -40,6 +40,7 @@ _WORDS = (
     "a b  c",
 )
 _USER = "the user's inputs"
+_FACTORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,6 +573,35 @@ def evaluable_feeds(imported: ImportedModel, feeds: Feeds) -> dict[Value, Array]
         return None
     defaults = {n: const.numpy() for n, const in imported.overridable.items() if n not in feeds}
     return {values[name]: array for name, array in {**feeds, **defaults}.items() if name in values}
+
+
+def moved_weights(imported: ImportedModel, seed: int) -> dict[str, Array]:
+    """Large weights of float32 by name, with each element replaced by a number as near as its neighbours.
+
+    Weights of whole numbers (masks, positions) are left out: their sums are exact. So are weights of which such an
+    element would not be finite.
+    """
+    rng = np.random.default_rng(seed)
+    # Drawing a number for each of many weights would take longer than running the model.
+    factors = (1 + np.float32(2.0**-23) * rng.choice([-1, 1], _FACTORS)).astype(np.float32)
+    found = {}
+    for tensor in onnx.ModelProto.FromString(imported.stripped).graph.initializer:
+        if tensor.data_type != onnx.TensorProto.FLOAT or prod(tensor.dims) <= SMALL:
+            continue
+        array = imported.store.const(tensor).numpy()
+        flat = array.reshape(-1)
+        if (np.trunc(flat[:SMALL]) == flat[:SMALL]).all() and (np.trunc(flat) == flat).all():
+            continue
+        start = int(rng.integers(_FACTORS // 2))
+        row = factors[start : start + _FACTORS // 2]
+        moved = np.empty_like(flat)
+        whole = flat.size // row.size * row.size
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.multiply(flat[:whole].reshape(-1, row.size), row, out=moved[:whole].reshape(-1, row.size))
+            np.multiply(flat[whole:], row[: flat.size - whole], out=moved[whole:])
+        if np.isfinite(moved).all():
+            found[tensor.name] = moved.reshape(array.shape)
+    return found
 
 
 def perturbed(feeds: Feeds, seed: int) -> dict[str, Any]:

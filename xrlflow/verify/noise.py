@@ -55,6 +55,8 @@ _SATURATING = frozenset({
 _JUMPING = frozenset(
     {"Ceil", "Floor", "GridSample", "Hardmax", "Mod", "NonMaxSuppression", "Round", "Shrink", "Sign", "ThresholdedRelu"}
 )  # fmt: skip
+# Functions of floats that errors do not change: of sizes, and whether numbers are finite.
+_UNMOVED = frozenset({"IsInf", "IsNaN", "Shape", "Size"})
 # Jumping functions whose slope between jumps is 1, in their first input.
 _FOLLOWING = frozenset({"Mod", "Shrink", "ThresholdedRelu"})
 # Operators that add up only elements of their first inputs, and the number of these inputs. Their further inputs are
@@ -82,7 +84,7 @@ def jumps_at(graph: Graph, node: Node) -> bool:
     """Whether the result of one operator jumps as its float inputs vary."""
     floats = any(v != ABSENT and graph.type(v).dtype in FLOATS for v in node.inputs)
     steps = node.op in _JUMPING or any(type.dtype not in FLOATS for type in node.types)
-    return (floats and steps and node.op not in ("Shape", "Size")) or _bodies_jump(node)
+    return (floats and steps and node.op not in _UNMOVED) or _bodies_jump(node)
 
 
 def _bodies_jump(node: Node) -> bool:

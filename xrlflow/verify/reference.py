@@ -110,9 +110,11 @@ def _as_declared(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
 
 def evaluable(graph: Graph) -> tuple[bool, ...]:
     """For each output of a graph, whether all operators that it depends on can be evaluated."""
-    return tuple(
-        all(_has_meaning(node) for node in part_for(graph, (value,)).nodes()) for value in graph.outputs
-    )
+    unable: set[Value] = set()
+    for node in graph.topological():
+        if not _has_meaning(node) or not unable.isdisjoint(node.inputs):
+            unable.update(node.outputs)
+    return tuple(value not in unable for value in graph.outputs)
 
 
 def _has_meaning(node: Node) -> bool:
@@ -151,6 +153,7 @@ class Sizes:
         self._model, self._imported = model, imported
         self._known: dict[tuple[int, ...], Graph | None] = {}
         self._numbers: dict[tuple[int, ...], Mapping[str, int]] = {}
+        self._flops: dict[tuple[int, ...], float] = {}
 
     def numbers(self, bindings: Mapping[str, int]) -> Mapping[str, int]:
         """The sizes of all dimensions that follow from the sizes of the inputs (`bindings`)."""
@@ -178,6 +181,12 @@ class Sizes:
 
         Converting a constant counts as _CONVERSION operations for each element.
         """
+        key = tuple(case.bindings.values())
+        if key not in self._flops:
+            self._flops[key] = self._flops_of(case)
+        return self._flops[key]
+
+    def _flops_of(self, case: Case) -> float:
         graph, numbers = self.graph(case)
         if graph is None:
             return float("inf")

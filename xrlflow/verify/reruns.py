@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,13 +13,14 @@ from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.onnxio import ImportedModel
 from xrlflow.verify.compare import Criterion, Target, by_deviation, judge_floats, wide
-from xrlflow.verify.inputs import perturbed
+from xrlflow.verify.inputs import moved_weights, perturbed
 from xrlflow.verify.noise import SAMPLES, jumps, rounding_noise
 from xrlflow.verify.reference import NoReference, Sizes
 from xrlflow.verify.runner import Array, Model, first_line, flat, opened
 from xrlflow.verify.targets import ON_DEMAND, ReferenceCase
 
-# How many sets of perturbed inputs are run. In a perturbed set, every float is replaced by a neighbouring float.
+# How many sets of perturbed inputs, and of perturbed weights, are run. In a perturbed set, every float is replaced by a
+# neighbouring float.
 _MOVED = 2
 
 
@@ -32,8 +33,9 @@ class Rerun:
     plain_perturbed: list[list[Any]] = field(
         default_factory=list
     )  # with perturbed inputs, without optimisations
+    moved: list[list[Any]] = field(default_factory=list)  # with perturbed weights, as the user runs it
     rounding: dict[int, Array] = field(default_factory=dict)  # by output: noise by stochastic arithmetic
-    noise: dict[int, Array] = field(default_factory=dict)  # by output: how far rounding moves each element
+    spread: dict[int, Array] = field(default_factory=dict)  # by output: noise by runs of the original
 
     def arrays(self, index: int) -> list[Array]:
         """All these results of one output that is a tensor."""
@@ -52,7 +54,11 @@ class Reruns:
     threads: int | None
     session_options: Options | None
     budget: float
+    sizes: Sizes = field(init=False)
     _reruns: dict[int, Rerun] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", Sizes(self.model, self.imported))
 
     def on(self, cases: Iterable[ReferenceCase]) -> None:
         """Run the original again on these cases, at each optimisation level at which it runs."""
@@ -76,6 +82,24 @@ class Reruns:
                     into = rerun.perturbed if optimized else rerun.plain_perturbed
                     for i in range(_MOVED):
                         into.append(runner.run(perturbed(k.case.feeds, self.seed + i)))
+        if new:
+            with suppress(BackendError):
+                self._with_moved_weights(new)
+
+    def _with_moved_weights(self, cases: Mapping[int, ReferenceCase]) -> None:
+        """Run the original on cases with each weight replaced by a neighbour, `_MOVED` times."""
+        # Options that are an object of ONNX Runtime cannot be copied, and would keep the weights.
+        if self.session_options is not None and not isinstance(self.session_options, Mapping):
+            return
+        for i in range(_MOVED):
+            weights = moved_weights(self.imported, self.seed + i)
+            if not weights:
+                return
+            with opened(
+                self.model, threads=self.threads, session_options=self.session_options, weights=weights
+            ) as runner:
+                for key, k in cases.items():
+                    self._reruns[key].moved.append(runner.run(k.case.feeds))
 
     def without_running(self, cases: Iterable[ReferenceCase]) -> None:
         """Let the noise of these cases be measured without another run of the original, which may crash with them."""
@@ -90,7 +114,7 @@ class Reruns:
         """Measure the rounding noise of several float outputs in one evaluation, after `on` has run their case."""
         rounding = self._reruns[id(case)].rounding
         missing = [index for index in dict.fromkeys(indices) if index not in rounding]
-        cost = (1 + SAMPLES) * Sizes(self.model, self.imported).flops(case.case)
+        cost = (1 + SAMPLES) * self.sizes.flops(case.case)
         if not missing or cost > ON_DEMAND * self.budget:
             return
         values = [self.imported.graph.outputs[index] for index in missing]
@@ -101,14 +125,20 @@ class Reruns:
                 with suppress(NoReference):
                     rounding[index] = rounding_noise(self.imported, case.case, [value])[0]
 
-    def targets(self, case: ReferenceCase, index: int) -> list[Target]:
-        """The targets, with measured noise, that an output (a tensor) may equal, after `on` has run its case again:
-        its present target, the original as the user runs it, and the original without ONNX Runtime's optimisations.
+    def targets(self, case: ReferenceCase, index: int, measured: bool = True) -> list[Target]:
+        """The targets, with noise, that an output (a tensor) may equal, after `on` has run its case again: its present
+        target, the original as the user runs it, and the original without ONNX Runtime's optimisations.
+
+        `measured`: with the noise of stochastic arithmetic (see `noise`), which takes longer than the runs.
         """
         rerun = self._reruns[id(case)]
         first = case.targets.get((index, "")) or case.unexplained[index]
         original = first.original
-        noise = self._noise(case, rerun, index, original)
+        noise = self._spread(case, rerun, index, original)
+        if measured:
+            self.measure(case, [index])
+            if index in rerun.rounding and rerun.rounding[index].shape == original.shape:
+                noise = np.maximum(noise, rerun.rounding[index])
         variants = tuple(a for a in rerun.arrays(index) if a.shape == original.shape)
         plain = None if rerun.plain is None else dict(flat(rerun.plain[index])).get("")
         candidates = [
@@ -123,13 +153,14 @@ class Reruns:
         kinds = () if case.case.values.ordinary else variants
         return [replace(target, noise=noise, variants=kinds) for target in candidates]
 
-    def _noise(self, case: ReferenceCase, rerun: Rerun, index: int, original: Array) -> Array:
-        if index in rerun.noise:
-            return rerun.noise[index]
+    def _spread(self, case: ReferenceCase, rerun: Rerun, index: int, original: Array) -> Array:
+        """How far apart the runs of the original are, with inputs or weights that are neighbours."""
+        if index in rerun.spread:
+            return rerun.spread[index]
         noise = np.zeros(original.shape)
         value = self.imported.graph.outputs[index]
         if not jumps(self.imported.graph, value):
-            levels = [(case.outputs[index][0][1], rerun.perturbed)]
+            levels = [(case.outputs[index][0][1], [*rerun.perturbed, *rerun.moved])]
             if rerun.plain is not None:
                 levels.append((dict(flat(rerun.plain[index])).get(""), rerun.plain_perturbed))
             for base, runs in levels:
@@ -137,10 +168,7 @@ class Reruns:
                     other = dict(flat(run[index])).get("")
                     if base is not None and other is not None and other.shape == base.shape == original.shape:
                         noise = np.maximum(noise, _distance(base, other))
-        self.measure(case, [index])
-        if index in rerun.rounding and rerun.rounding[index].shape == original.shape:
-            noise = np.maximum(noise, rerun.rounding[index])
-        rerun.noise[index] = noise
+        rerun.spread[index] = noise
         return noise
 
     def settle(self, cases: Sequence[ReferenceCase]) -> list[str]:

@@ -103,11 +103,13 @@ def opened(
     optimized: bool = True,
     threads: int | None = None,
     session_options: Options | None = None,
+    weights: Mapping[str, Array] | None = None,
 ) -> Iterator[Runner]:
     """The model in a session that is closed at the end of the block.
 
     `optimized`: with the user's session options (by default all optimisations of ONNX Runtime); else without
-    optimisations. Raises BackendError if the model cannot be loaded, OutOfTime if the deadline passes first.
+    optimisations. `weights`: arrays that take the place of the model's. Raises BackendError if the model cannot be
+    loaded, OutOfTime if the deadline passes first.
     """
     source: str | os.PathLike[str] | bytes = (
         model if isinstance(model, (str, os.PathLike, bytes)) else model.SerializeToString()
@@ -119,6 +121,7 @@ def opened(
             threads=threads,
             optimization=Optimization.ALL if optimized else Optimization.NONE,
             session_options=session_options,
+            weights=weights,
         )
     finally:
         if level is not None and session_options is not None and not isinstance(session_options, Mapping):

@@ -32,7 +32,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xrlflow.backends.limits import default_threads, most_threads
 from xrlflow.backends.onnxruntime.reasons import reason
-from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, NotFromPython, OutOfTime, same_feeds
+from xrlflow.backends.protocol import (
+    Array,
+    BackendError,
+    Feeds,
+    ModelSource,
+    NotFromPython,
+    OutOfTime,
+    same_feeds,
+)
 from xrlflow.common import deadline
 
 if TYPE_CHECKING:
@@ -68,8 +76,9 @@ class Optimization(enum.Enum):
 class OrtModel:
     """A model loaded in an ONNX Runtime session."""
 
-    def __init__(self, session: ort.InferenceSession, threads: int) -> None:
+    def __init__(self, session: ort.InferenceSession, threads: int, weights: Sequence[Any] = ()) -> None:
         self._session: ort.InferenceSession | None = session
+        self._weights = weights  # which it reads
         self._errors = ort_errors()
         self.threads = threads
         self.input_names: tuple[str, ...] = tuple(value.name for value in session.get_inputs())
@@ -154,7 +163,7 @@ class OrtModel:
 
     def close(self) -> None:
         """Release the session with its weights, its arena and its threads."""
-        self._session = None
+        self._session, self._weights = None, ()
 
     def __enter__(self) -> Self:
         return self
@@ -174,6 +183,7 @@ def open_model(
     session_options: Options | None = None,
     cpus: Sequence[int] | None = None,
     profile: str | None = None,
+    weights: Mapping[str, Array] | None = None,
 ) -> OrtModel:
     """Load a model into a new session.
 
@@ -182,7 +192,9 @@ def open_model(
     object is used itself, and missing entries (thread count, spinning) are added to it; its optimisation level holds if
     `optimization` is ALL. `cpus` pins the worker threads: it has one CPU per thread, the first of which belongs to the
     calling thread and is not used here (see `placement`). A library of kernels runs only if the options name it (see
-    `with_library`). `profile`: the session writes a profile to a file whose name begins with this text.
+    `with_library`). `profile`: the session writes a profile to a file whose name begins with this text. `weights`:
+    arrays that take the place of the model's weights of these names; the options must not be an object of the user's,
+    which would keep them.
 
     Raises BackendError if a provider other than the CPU is requested, if `threads` contradicts the options, if a file
     is missing, and if ONNX Runtime cannot load the model; OutOfTime if the time of `deadline` was over before the model
@@ -197,6 +209,7 @@ def open_model(
         options = _options(threads, optimization, session_options, cpus)
         if profile is not None:
             options.enable_profiling, options.profile_file_prefix = True, profile
+        values = [_add_weight(options, name, array) for name, array in (weights or {}).items()]
         session = _session(source, options)
     except OutOfTime as error:
         raise OutOfTime(f"loading {name} was ended: its time was over") from error
@@ -205,7 +218,16 @@ def open_model(
             raise OutOfTime(f"loading {name} was ended: its time was over") from error
         raise BackendError(f"ONNX Runtime cannot load {name}: {reason(error)}") from error
     session.disable_fallback()
-    return OrtModel(session, options.intra_op_num_threads)
+    return OrtModel(session, options.intra_op_num_threads, values)
+
+
+def _add_weight(options: ort.SessionOptions, name: str, array: Array) -> Any:
+    """Let a session read an array in the place of a weight. The result must exist as long as the session."""
+    import onnxruntime as ort
+
+    value = ort.OrtValue.ortvalue_from_numpy(array)
+    options.add_initializer(name, value)
+    return value
 
 
 # Threads that still load a model although they were told to end. ONNX Runtime looks for that request only between two
