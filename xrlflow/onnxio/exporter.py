@@ -84,7 +84,8 @@ def typed_proto(
     parts = _write(model, graph, opset)
     if sum(c.type.nbytes or 0 for c in parts.large.values()) > EXTERNAL_ABOVE:
         raise ModelError(f"{model.name}: over 2 GB, which one ModelProto cannot hold: save it to a file")
-    parts.proto.graph.initializer.extend(tensor_proto(n, c) for n, c in parts.large.items())
+    for name, const in parts.large.items():
+        parts.proto.graph.initializer.append(tensor_proto(name, const))
     model.store.check_unchanged()
     return parts.proto, parts.types
 

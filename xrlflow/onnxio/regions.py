@@ -257,9 +257,8 @@ def with_functions(
             result.graph.node.append(
                 helper.make_node(name, inputs, list(region.outputs), name=name, domain=domain)
             )
-    result.functions.extend(
-        _function(model, region, name, domain, weights_as_inputs) for name, region in regions.items()
-    )
+    for name, region in regions.items():
+        _write_function(result.functions.add(name=name, domain=domain), model, region, weights_as_inputs)
     used = {value.name for value in graph.output} | {value.name for value in graph.input}
     for node in result.graph.node:
         used |= names_read(node)
@@ -283,10 +282,10 @@ def _without_graph(model: ModelProto) -> ModelProto:
     return frame
 
 
-def _function(
-    model: ModelProto, region: Region, name: str, domain: str, weights_as_inputs: bool
-) -> FunctionProto:
-    function = FunctionProto(name=name, domain=domain)
+def _write_function(
+    function: FunctionProto, model: ModelProto, region: Region, weights_as_inputs: bool
+) -> None:
+    """Fill a function that computes a region. (A function that is added when it is full is a further copy.)"""
     function.input.extend(region.inputs)
     function.output.extend(region.outputs)
     function.opset_import.extend(model.opset_import)
@@ -301,7 +300,6 @@ def _function(
                 value.t.CopyFrom(tensor)
                 value.t.ClearField("name")
     function.node.extend(model.graph.node[i] for i in region.nodes)
-    return function
 
 
 def _sort(graph: GraphProto) -> None:

@@ -135,9 +135,7 @@ class Lowering:
         """The model of a file with generated kernels, saved at `to`. Raises BackendError (see `library.hybrid`)."""
         if self.child is not None:
             return self.child.call(_hybrid_there, self._recipe, path, sizes, to)
-        import onnx
-
-        made = hybrid(onnx.load(path), sizes, self.target.machine, self.tuned_algorithms)
+        made = hybrid(path, sizes, self.target.machine, self.tuned_algorithms)
         return SavedHybrid.at(to, made)
 
     def compiled(self, path: str, to: str) -> TvmModel:

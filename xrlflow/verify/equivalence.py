@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -40,7 +41,7 @@ from xrlflow.verify.isolated import run_isolated
 from xrlflow.verify.near_ties import undecided
 from xrlflow.verify.quantised import Exactness, Judged, Quantised, judge_whole, samples_of
 from xrlflow.verify.reference import Sizes
-from xrlflow.verify.reruns import Reruns
+from xrlflow.verify.reruns import Rerun, Reruns
 from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
 from xrlflow.verify.signature import Signature, differences, signature, signature_of_proto
 from xrlflow.verify.targets import ReferenceCase, by_float64, on_demand
@@ -599,13 +600,14 @@ class Reference:
 
     def _resolve(self, disputes: Sequence[_Dispute], reports: dict[str, OutputReport]) -> None:
         """Judge disputed outputs again: integers pass if a near-tie is proven, floats if they equal another target."""
-        self.reruns.on({id(d.reference): d.reference for d in disputes}.values())
-        judged = [self._by_runs(dispute) for dispute in disputes]
+        judged = self._by_runs(disputes)
         remaining = [
             d for d, judgement in zip(disputes, judged) if judgement is None and is_float(d.original)
         ]
         for dispute, judgement in zip(disputes, judged):
             shown, case = _shown(dispute.original), str(dispute.reference.case)
+            if judgement is None:
+                self.reruns.on(d.reference for d, j in zip(disputes, judged) if j is None)
             if judgement is None and is_float(dispute.original):
                 together = [d.index for d in remaining if d.reference is dispute.reference]
                 self.reruns.measure(dispute.reference, together)
@@ -615,14 +617,24 @@ class Reference:
             sides = _sides(dispute.reference, dispute.index, judgement)
             _note(reports, OutputReport(dispute.name, shown, judgement, case, sides))
 
-    def _by_runs(self, dispute: _Dispute) -> Judgement | None:
-        """The judgement on floats if further runs of the original explain what differs; None if they do not."""
-        if not is_float(dispute.original):
-            return None
-        exemption = dispute.reference.exemption(dispute.index) or Exemption.NONE
-        targets = self.reruns.targets(dispute.reference, dispute.index, measured=False)
-        judged = (judge_floats(target, dispute.new, exemption) for target in targets)
-        return next((judgement for judgement in judged if judgement.passed), None)
+    def _by_runs(self, disputes: Sequence[_Dispute]) -> list[Judgement | None]:
+        """The judgements on floats that differ by no more than the original does with neighbouring weights, which is
+        known soonest; None for others."""
+        floats = {id(d.reference): d.reference for d in disputes if is_float(d.original)}
+        runs: Mapping[int, Rerun] = {}
+        with suppress(BackendError):  # no evidence: other evidence is sought
+            runs = self.reruns.with_moved_weights(floats.values()) if floats else {}
+
+        def judged(dispute: _Dispute) -> Judgement | None:
+            run = runs.get(id(dispute.reference))
+            if run is None or not is_float(dispute.original):
+                return None
+            exemption = dispute.reference.exemption(dispute.index) or Exemption.NONE
+            targets = self.reruns.targets(dispute.reference, dispute.index, run)
+            found = (judge_floats(target, dispute.new, exemption) for target in targets)
+            return next((judgement for judgement in found if judgement.passed), None)
+
+        return [judged(dispute) for dispute in disputes]
 
     def _integer_again(self, dispute: _Dispute) -> Judgement:
         proven = undecided(

@@ -19,8 +19,7 @@ from xrlflow.verify.reference import NoReference, Sizes
 from xrlflow.verify.runner import Array, Model, first_line, flat, opened
 from xrlflow.verify.targets import ON_DEMAND, ReferenceCase
 
-# How many sets of perturbed inputs, and of perturbed weights, are run. In a perturbed set, every float is replaced by a
-# neighbouring float.
+# How many sets of perturbed inputs are run. In a perturbed set, every float is replaced by a neighbouring float.
 _MOVED = 2
 
 
@@ -33,7 +32,6 @@ class Rerun:
     plain_perturbed: list[list[Any]] = field(
         default_factory=list
     )  # with perturbed inputs, without optimisations
-    moved: list[list[Any]] = field(default_factory=list)  # with perturbed weights, as the user runs it
     rounding: dict[int, Array] = field(default_factory=dict)  # by output: noise by stochastic arithmetic
     spread: dict[int, Array] = field(default_factory=dict)  # by output: noise by runs of the original
 
@@ -82,24 +80,23 @@ class Reruns:
                     into = rerun.perturbed if optimized else rerun.plain_perturbed
                     for i in range(_MOVED):
                         into.append(runner.run(perturbed(k.case.feeds, self.seed + i)))
-        if new:
-            with suppress(BackendError):
-                self._with_moved_weights(new)
 
-    def _with_moved_weights(self, cases: Mapping[int, ReferenceCase]) -> None:
-        """Run the original on cases with each weight replaced by a neighbour, `_MOVED` times."""
+    def with_moved_weights(self, cases: Iterable[ReferenceCase]) -> Mapping[int, Rerun]:
+        """Run the original on cases with each weight replaced by a neighbour. Returns the outputs by case.
+
+        Nothing is run if there are no such weights. Raises BackendError.
+        """
+        made: dict[int, Rerun] = {}
         # Options that are an object of ONNX Runtime cannot be copied, and would keep the weights.
-        if self.session_options is not None and not isinstance(self.session_options, Mapping):
-            return
-        for i in range(_MOVED):
-            weights = moved_weights(self.imported, self.seed + i)
-            if not weights:
-                return
-            with opened(
-                self.model, threads=self.threads, session_options=self.session_options, weights=weights
-            ) as runner:
-                for key, k in cases.items():
-                    self._reruns[key].moved.append(runner.run(k.case.feeds))
+        if self.session_options is None or isinstance(self.session_options, Mapping):
+            weights = moved_weights(self.imported, self.seed)
+            if weights:
+                with opened(
+                    self.model, threads=self.threads, session_options=self.session_options, weights=weights
+                ) as runner:
+                    for case in cases:
+                        made[id(case)] = Rerun(perturbed=[runner.run(case.case.feeds)])
+        return made
 
     def without_running(self, cases: Iterable[ReferenceCase]) -> None:
         """Let the noise of these cases be measured without another run of the original, which may crash with them."""
@@ -125,17 +122,17 @@ class Reruns:
                 with suppress(NoReference):
                     rounding[index] = rounding_noise(self.imported, case.case, [value])[0]
 
-    def targets(self, case: ReferenceCase, index: int, measured: bool = True) -> list[Target]:
-        """The targets, with noise, that an output (a tensor) may equal, after `on` has run its case again: its present
-        target, the original as the user runs it, and the original without ONNX Runtime's optimisations.
+    def targets(self, case: ReferenceCase, index: int, by: Rerun | None = None) -> list[Target]:
+        """The targets, with noise, that an output (a tensor) may equal: its present target, the original as the user
+        runs it, and the original without ONNX Runtime's optimisations.
 
-        `measured`: with the noise of stochastic arithmetic (see `noise`), which takes longer than the runs.
+        `by`: further runs that tell the noise; None: those of `on`, and stochastic arithmetic (see `noise`).
         """
-        rerun = self._reruns[id(case)]
+        rerun = self._reruns[id(case)] if by is None else by
         first = case.targets.get((index, "")) or case.unexplained[index]
         original = first.original
         noise = self._spread(case, rerun, index, original)
-        if measured:
+        if by is None:
             self.measure(case, [index])
             if index in rerun.rounding and rerun.rounding[index].shape == original.shape:
                 noise = np.maximum(noise, rerun.rounding[index])
@@ -160,7 +157,7 @@ class Reruns:
         noise = np.zeros(original.shape)
         value = self.imported.graph.outputs[index]
         if not jumps(self.imported.graph, value):
-            levels = [(case.outputs[index][0][1], [*rerun.perturbed, *rerun.moved])]
+            levels = [(case.outputs[index][0][1], rerun.perturbed)]
             if rerun.plain is not None:
                 levels.append((dict(flat(rerun.plain[index])).get(""), rerun.plain_perturbed))
             for base, runs in levels:

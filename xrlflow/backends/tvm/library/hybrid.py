@@ -7,7 +7,7 @@ If the entire graph can be lowered, it becomes one region. Otherwise each part t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,7 @@ from xrlflow.backends.tvm.library.rows import RowStructure
 from xrlflow.backends.tvm.lowering.importer import NodeRefused, unsupported
 from xrlflow.backends.tvm.lowering.value_types import types_of
 from xrlflow.backends.tvm.toolchain.target import Machine
-from xrlflow.onnxio import ModelError, load, to_proto
+from xrlflow.onnxio import ImportedModel, ModelError, load, to_proto
 from xrlflow.onnxio.exporter import EXTERNAL_ABOVE, typed_proto
 from xrlflow.onnxio.model import ON_RUNTIME
 from xrlflow.onnxio.region_digest import region_digest
@@ -151,12 +151,12 @@ class SavedHybrid:
 
 
 def hybrid(
-    model: ModelProto,
+    source: ModelProto | str,
     sizes: Mapping[str, Sequence[int]] | Sequence[Mapping[str, Sequence[int]]],
     machine: Machine,
     algorithms: Algorithms = DEFAULT,
 ) -> Hybrid:
-    """Compile a model, entirely or in regions. `algorithms`: those that layers may use.
+    """Compile a model (or the model in a file), entirely or in regions. `algorithms`: those that layers may use.
 
     If inputs have open dimensions, there are kernels for these `sizes` only (if `sizes` is a sequence: for each of its
     items); for inputs of other sizes the graph itself runs (see `regions.with_guard`). If not all sizes are given, the
@@ -164,14 +164,16 @@ def hybrid(
 
     Raises BackendError if no part can be lowered, or if the library cannot be built (see `kernel_library`).
     """
-    _check_defaults(model)
     requested = [sizes] if isinstance(sizes, Mapping) else list(sizes)
-    opened = open_inputs(model, requested)
+    # A file is not read as a whole here: its weights stay mapped.
+    opened = open_inputs(source if isinstance(source, ModelProto) else load(source).frame, requested)
     if opened:
         unsaid = any(name not in each for name in opened for each in requested or [{}])
-        by_rows = _by_rows(model, machine, algorithms, whole=not unsaid)
+        by_rows = _by_rows(load(source), machine, algorithms, whole=not unsaid)
         if by_rows is not None:
             return by_rows
+    model = onnx.load(source) if isinstance(source, str) else source
+    _check_defaults(model)
     if not opened:
         large = weight_bytes(model.graph) > EXTERNAL_ABOVE
         whole = region_of(model.graph, range(len(model.graph.node)))
@@ -224,12 +226,12 @@ def _guarded(
     return Hybrid(carrier, library, tuple(first.regions.values()), first.total, first.remarks, first.chosen)
 
 
-def _by_rows(model: ModelProto, machine: Machine, algorithms: Algorithms, whole: bool) -> Hybrid | None:
+def _by_rows(imported: ImportedModel, machine: Machine, algorithms: Algorithms, whole: bool) -> Hybrid | None:
     """Compile the parts of a model that treat each row alone, for any number of rows. `whole`: None unless each row of
     the outputs depends on one row of the inputs alone, and if nothing can be compiled."""
-    imported = load(model)
+    _check_overridable(imported.overridable)
     try:
-        named, kinds = typed_proto(imported, imported.graph, opset=opset_of(model))
+        named, kinds = typed_proto(imported, imported.graph, opset=imported.opset)
     except ModelError as error:
         if whole:
             return None
@@ -322,9 +324,12 @@ class _Compiled:
 def _check_defaults(model: ModelProto) -> None:
     """Raise BackendError for an input with a default value, since a caller may pass another value."""
     constants = {tensor.name for tensor in model.graph.initializer}
-    for value in model.graph.input:
-        if value.name in constants:
-            raise BackendError(f"input {value.name} has a default, which kernels take for a constant")
+    _check_overridable(value.name for value in model.graph.input if value.name in constants)
+
+
+def _check_overridable(names: Iterable[str]) -> None:
+    for name in names:
+        raise BackendError(f"input {name} has a default, which kernels take for a constant")
 
 
 def _compiled(
