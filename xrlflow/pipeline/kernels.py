@@ -423,13 +423,14 @@ class _Trials:
         if context.feeds is None:
             return True
         speedups: list[SpeedUp] = []
-        for sizes, feeds in [("", dict(context.feeds)), *self._other_sizes(built)]:
+        others = self._other_sizes(built)
+        for sizes, feeds in [("", dict(context.feeds)), *others]:
             if sizes and not self._has_time(_COMPARING):
                 context.notes.append(f"not measured with {sizes}: there was no time (--time-limit)")
                 break
             try:
                 speedup = self._speedup(
-                    before, built.path, feeds, _COMPARING if sizes else _patience(context)
+                    before, built.path, feeds, _COMPARING if others else _patience(context)
                 )
             except BackendError as error:
                 context.notes.append(f"generated kernels were dropped: {error}")

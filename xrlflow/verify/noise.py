@@ -75,9 +75,20 @@ def rounding_noise(imported: ImportedModel, case: Case, values: Sequence[Value])
 
 
 def jumps(graph: Graph, value: Value) -> bool:
-    """Whether a value depends on floats through an operator that jumps: a small error of an input may change it by any
-    amount."""
-    return any(jumps_at(graph, node) for node in part_for(graph, (value,)).nodes())
+    """Whether a value depends on float inputs or large weights through an operator that jumps: a small change of these
+    may change it by any amount. (What is computed from sizes alone stays as it is.)"""
+    part = part_for(graph, (value,))
+    moved = {v for v in graph.inputs if graph.type(v).dtype in FLOATS}
+    moved |= {v for v, c in graph.leaves.consts.items() if c.type.dtype in FLOATS and c.array is None}
+    for node in part.topological():
+        if node.op in _UNMOVED or moved.isdisjoint(node.inputs):
+            if _bodies_jump(node):  # they may read anything
+                return True
+            continue
+        if jumps_at(graph, node):
+            return True
+        moved.update(node.outputs)
+    return False
 
 
 def jumps_at(graph: Graph, node: Node) -> bool:
