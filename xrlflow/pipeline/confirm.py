@@ -13,6 +13,7 @@ from xrlflow.backends.results import Verdict
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import Start
+from xrlflow.pipeline.sizes import seconds_at_sizes, slower_with
 from xrlflow.pipeline.verifier import Verifier, failure, on_file
 from xrlflow.report import compared_with, not_verified_in_time
 from xrlflow.search import SearchNode
@@ -54,18 +55,21 @@ class Judging:
     """
     decides: bool = True  # whether the file is accepted only if a comparison shows that it is faster
     verification: Verification | None = field(default=None, init=False)
+    slower: str = field(default="", init=False)  # with which sizes it is slower than the original
 
     def judged(self) -> Finished:
         options = self.context.options
         compared: RepeatedComparison | None = None
         if self._deciding:
             try:
-                compared = decided(self.context, self.path, self.right)
+                compared = decided(self.context, self.path, self.usable)
             except BackendError as error:
                 self._blame(str(error))
                 return self._decision(None, f"it could not be measured: {error}")
             if compared.verdict is not Verdict.FASTER:
                 return self._decision(None, compared_with(compared), compared)
+            if self.slower:
+                return self._decision(None, self.slower, compared)
             if options.verify and self.verification is None:
                 return self._decision(None, not_verified_in_time(compared), compared)
         elif self.right() and options.measure:
@@ -94,6 +98,14 @@ class Judging:
     def _deciding(self) -> bool:
         options = self.context.options
         return self.decides and options.measure
+
+    def usable(self) -> bool:
+        """Whether the result was verified, and is slower than the original with none of the measured sizes. Raises what
+        `right` raises."""
+        if not self.right():
+            return False
+        self.slower = slower_with(self.context, self.path)
+        return not self.slower
 
     def right(self) -> bool:
         """Whether the result was verified. Raises VerificationFailed if it computes something else or fails."""
@@ -142,7 +154,8 @@ def decided(context: Context, path: str, check: Callable[[], bool]) -> RepeatedC
     """
     now, budget = time.monotonic(), context.clock.budget
     patience = max(budget.end - budget.verification - now, 0.0)
-    return _compared(context, path, budget.final(now), Deciding(check, budget.verification, patience))
+    checking = budget.verification + seconds_at_sizes(context)
+    return _compared(context, path, budget.final(now), Deciding(check, checking, patience))
 
 
 def _compared(

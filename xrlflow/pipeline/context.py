@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xrlflow.backends.onnxruntime import default_threads
+from xrlflow.backends.protocol import Feeds
+from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm.devices.execution import ExecutionTarget
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.cost import Database
@@ -126,6 +128,10 @@ class Context:
     be compared.
     """
     notes: list[str] = field(default_factory=list)
+    at_sizes: list[list[tuple[str, Feeds]]] = field(default_factory=list)
+    """The inputs of other sizes, once they are made (`pipeline.sizes`)."""
+    found_at: dict[str, SpeedUp] = field(default_factory=dict)
+    """How many times faster the result is with other sizes, which the text says."""
     meant: str | None = None
     """The file that says what a result computes, if that is not the original (`pipeline.accuracy`)."""
 

@@ -24,7 +24,7 @@ import numpy as np
 from xrlflow.backends import BackendError
 from xrlflow.backends.children import Child
 from xrlflow.backends.library_files import library_path
-from xrlflow.backends.onnxruntime import Options, measure, open_model, with_library
+from xrlflow.backends.onnxruntime import Options, measure, with_library
 from xrlflow.backends.onnxruntime.saturation import saturates
 from xrlflow.backends.protocol import Feeds, OutOfTime
 from xrlflow.backends.results import SpeedUp
@@ -32,7 +32,6 @@ from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
 from xrlflow.backends.tvm.library.hybrid import SavedHybrid, open_inputs
 from xrlflow.common import deadline
 from xrlflow.ir import Graph
-from xrlflow.onnxio import load
 from xrlflow.pipeline.choose import Proposal, offer, plain, propose
 from xrlflow.pipeline.confirm import Judging
 from xrlflow.pipeline.context import Context
@@ -40,13 +39,13 @@ from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Candidates, Finished
 from xrlflow.pipeline.placement import PlacementResult, search_with_kernels
 from xrlflow.pipeline.prepare import Start, target_of
+from xrlflow.pipeline.sizes import other_sizes
 from xrlflow.pipeline.verifier import check_without
 from xrlflow.search import SearchNode
 from xrlflow.search.result import Limits
 from xrlflow.search.sweep import sweep
 from xrlflow.tuning.lowering import Lowering, load_tvm
 from xrlflow.tuning.store import Store
-from xrlflow.verify import feeds_at_other_sizes
 
 MARGIN = 1.02
 """A model with kernels must certainly be at least this many times faster than the plain file, since its deployment
@@ -423,7 +422,7 @@ class _Trials:
         if context.feeds is None:
             return True
         speedups: list[SpeedUp] = []
-        others = self._other_sizes(built)
+        others = other_sizes(context) if built.hybrid.rows else []
         for sizes, feeds in [("", dict(context.feeds)), *others]:
             if sizes and not self._has_time(_COMPARING):
                 context.notes.append(f"not measured with {sizes}: there was no time (--time-limit)")
@@ -458,20 +457,6 @@ class _Trials:
                 [before, after], feeds, threads=context.threads, time_limit=seconds, target_width=_NARROW,
                 control=False, session_options=options,
             ).speedup  # fmt: skip
-
-    def _other_sizes(self, built: _BuiltCandidate) -> list[tuple[str, Feeds]]:
-        """Inputs with few rows and with many, with a text that says their sizes, for kernels for any number of rows."""
-        context, options = self.context, self.context.options
-        if not built.hybrid.rows:
-            return []
-        session = open_model(
-            context.original.runnable, threads=context.threads, session_options=options.session_options
-        )
-        imported = load(context.original.source, shapes=context.shapes)  # not bound to the usual sizes
-        latest = time.monotonic() + _COMPARING  # many rows of a slow model may take long: they are left out
-        with context.clock.phase("select"), session as original, deadline.within(latest):
-            found = feeds_at_other_sizes(imported, original.run, options.seed)
-        return [(", ".join(f"{name}={size}" for name, size in at.items()), feeds) for at, feeds in found]
 
 
 def _certainly(speedups: Sequence[SpeedUp]) -> float:

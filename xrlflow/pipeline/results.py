@@ -193,6 +193,7 @@ def _report(
         reason=finished.reason,
         notes=_notes(context, finished, {s.rule for s in steps}),
         trials=finished.selection.trials if finished.selection is not None else (),
+        at_sizes=dict(context.found_at) if accepted is not None else {},
         kernel_nodes=finished.hybrid.nodes if finished.hybrid is not None else 0,
         algorithms=finished.algorithms,
         exactness=str(verification.exactness)

@@ -96,6 +96,9 @@ class Report:
     decided: SpeedUp | None = None  # the measurement that decided whether the result is accepted
     processes: int = 0  # number of processes that measured `speedup`
     trials: tuple[Trial, ...] = field(default=())
+    at_sizes: Mapping[str, SpeedUp] = field(
+        default_factory=dict
+    )  # the speed-up with other sizes, in one process
     kernel_nodes: int = 0  # number of nodes that run in generated kernels
     algorithms: tuple[AlgorithmChoice, ...] = field(default=())
     exactness: str = ""  # of a quantised model: exact, as the runtime, or within a number of steps
@@ -120,6 +123,10 @@ class Report:
             "decided": self.decided.median if self.decided else None,
             **bounds("decided", self.decided),
             "processes": self.processes,
+            "at_sizes": [
+                {"sizes": text, "speedup": at.median, **bounds("speedup", at)}
+                for text, at in self.at_sizes.items()
+            ],
             "verified": self.verified,
             "max_error": self.max_error,
             "exactness": self.exactness or None,

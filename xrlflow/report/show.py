@@ -86,6 +86,8 @@ def optimization(report: Report, output: str) -> None:
             f"{ms(report.latency_before.median_ms)} -> {ms(report.latency_after.median_ms)}, {report.threads} threads",
         )
         summary.add_row("speed-up, 95% interval", ratio(report.speedup))
+    for text, at in report.at_sizes.items():
+        summary.add_row(f"with {text}", ratio(at))
     if report.decided is not None:
         summary.add_row("what decided before", ratio(report.decided))
     if report.control is not None:

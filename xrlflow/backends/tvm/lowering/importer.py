@@ -160,6 +160,24 @@ def _of_two(builder: Any, op: str, inputs: Sequence[Any], opset: int) -> Any | N
     return None
 
 
+def _otherwise(builder: Any, op: str, inputs: Any, attrs: Any, opset: int) -> Any | None:
+    """What a node computes that TVM's importer would compute otherwise, or only more slowly; None for other nodes."""
+    from tvm.ir import GenericConst
+    from tvm.relax.frontend.onnx.onnx_frontend import get_type
+
+    if op == "Pad" and opset >= 11 and attrs.get("mode", b"constant") == b"constant":
+        padded_inputs = [*inputs, None, None][:4]
+        if padded_inputs[3] is None and (padded := border(*padded_inputs[:3])) is not None:
+            return builder.normalize(padded)
+    if op == "Transpose" and isinstance(inputs[0], GenericConst):
+        rank = len(inputs[0].ty.shape)
+        return moved(inputs[0], np.transpose, tuple(attrs.get("perm", range(rank)[::-1])))
+    if op in ("Cast", "CastLike"):
+        kind = get_type(attrs["to"]) if op == "Cast" else inputs[1].ty.dtype
+        return cast(builder, inputs[0], str(kind))
+    return None
+
+
 def _clip(builder: Any, result: Any, bounds: Sequence[Any]) -> Any:
     """A tensor clipped to its lower and its upper bound (None: no bound)."""
     from tvm import relax
@@ -209,8 +227,7 @@ def _checked(results: Sequence[str], value: Any, types: Mapping[str, Any]) -> An
 def _importer(
     shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> Any:
-    from tvm.ir import GenericConst
-    from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, get_numpy, get_type
+    from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, get_numpy
 
     class Importer(ONNXGraphImporter):  # type: ignore[misc]
         """TVM's importer with changes. Clip, Max, Min, Sum and Mean get two operands, so that layouts pass through them
@@ -263,21 +280,11 @@ def _importer(
             inputs = type(inputs)(self.bounds.operands(node, op_name, inputs, attrs))
             result = lowered(op_name, Imported(self.bb, node.title, inputs, attrs))
             result = _of_two(self.bb, op_name, inputs, opset) if result is None else result
+            result = _otherwise(self.bb, op_name, inputs, attrs, opset) if result is None else result
             if result is not None:
                 return result
             if op_name in ("AveragePool", "LpPool", "MaxPool"):
                 attrs = _pool(op_name, Imported(self.bb, node.title, inputs, attrs), attrs)
-            if op_name == "Pad" and opset >= 11 and attrs.get("mode", b"constant") == b"constant":
-                padded_inputs = [*inputs, None, None][:4]
-                if padded_inputs[3] is None and (padded := border(*padded_inputs[:3])) is not None:
-                    return self.bb.normalize(padded)
-            if op_name == "Transpose" and isinstance(inputs[0], GenericConst):
-                rank = len(inputs[0].ty.shape)
-                return moved(inputs[0], np.transpose, tuple(attrs.get("perm", range(rank)[::-1])))
-            if op_name in ("Cast", "CastLike"):
-                kind = get_type(attrs["to"]) if op_name == "Cast" else inputs[1].ty.dtype
-                if (result := cast(self.bb, inputs[0], str(kind))) is not None:
-                    return result
             return super()._convert_operator(op_name, inputs, attrs, opset)
 
     return Importer({name: list(shape) for name, shape in shapes.items()}, None, keep_params_in_input=False)

@@ -1,0 +1,106 @@
+"""A result is measured with few elements and with many, and not kept if it is slower with one of these sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import xrlflow
+from tests.rules.harness import model
+from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.results import RepeatedComparison, SpeedUp, Verdict
+from xrlflow.pipeline import confirm, sizes
+
+FASTER = SpeedUp(1.5, 1.4, 1.6)
+SLOWER = SpeedUp(0.8, 0.7, 0.9)
+UNDECIDED = SpeedUp(0.98, 0.9, 1.05)
+
+
+def network(rows: str = "length") -> onnx.ModelProto:
+    return model(
+        f"agraph (float[{rows},256] x) => (float[{rows},256] y) {{ a = Neg(x) b = Neg(a) y = Relu(b) }}"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last comparison decides, whatever is measured, that a verified result is faster."""
+
+    def compared(*_: Any, deciding: Any, threads: int, **__: Any) -> RepeatedComparison:
+        assert deciding.check() in (True, False)
+        return RepeatedComparison(
+            speedup=FASTER, control=None, before=None, after=None, seconds=1.0, threads=threads,
+            verdict=Verdict.FASTER, decided=FASTER, processes=8, pairs=40, disturbed=False,
+            fresh_processes=True, ratios=(), controls=(),
+        )  # fmt: skip
+
+    monkeypatch.setattr(confirm, "measure_in_fresh_processes", compared)
+
+
+def optimized(monkeypatch: pytest.MonkeyPatch, found: list[SpeedUp], **options: Any) -> tuple[Any, list[int]]:
+    """The report, and how many rows were measured. `found`: what is measured, one after the other."""
+    rows: list[int] = []
+
+    def speedup(context: Any, before: Any, after: Any, feeds: Any) -> SpeedUp:
+        rows.append(len(feeds["x"]))
+        return found[len(rows) - 1]
+
+    monkeypatch.setattr(sizes, "_speedup", speedup)
+    result = xrlflow.optimize(
+        options.pop("source", network()),
+        search="greedy", cost="roofline", backend="onnxruntime", threads=1, time_limit=60.0, **options,
+    )  # fmt: skip
+    return result.report, rows
+
+
+def test_each_size_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, (few, many) = optimized(monkeypatch, [FASTER, UNDECIDED])
+    assert not report.returned_original
+    assert many == 32 * few
+    assert report.at_sizes == {f"length={few}": FASTER, f"length={many}": UNDECIDED}
+    assert [each["speedup"] for each in report.to_json()["at_sizes"]] == [1.5, 0.98]
+
+
+def test_what_is_slower_in_both_orders_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, rows = optimized(monkeypatch, [FASTER, SLOWER, FASTER])
+    assert report.returned_original
+    assert report.reason.startswith(f"slower with length={rows[1]}: 0.800x")
+    assert rows[1] == rows[2]
+    assert not report.at_sizes
+
+
+def test_an_order_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, _ = optimized(monkeypatch, [SLOWER, UNDECIDED, FASTER])
+    assert not report.returned_original
+
+
+def test_a_size_that_cannot_be_measured_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def speedup(*_: Any) -> SpeedUp:
+        raise BackendError("no memory")
+
+    monkeypatch.setattr(sizes, "_speedup", speedup)
+    report = xrlflow.optimize(
+        network(), search="greedy", cost="roofline", backend="onnxruntime", threads=1
+    ).report
+    assert not report.returned_original
+    assert sum("not measured with length=" in note for note in report.notes) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"source": network("64")},
+        {"shapes": {"x": (64, 256)}},
+        {"shapes": {"x": (64, 256)}, "fix_shapes": True},
+        {"inputs": {"x": np.ones((64, 256), np.float32)}},
+    ],
+    ids=["a number", "stated", "fixed", "the user's inputs"],
+)
+def test_sizes_that_the_user_states_are_the_only_ones(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    report, rows = optimized(monkeypatch, [], **options)
+    assert (report.returned_original, rows) == (False, [])
