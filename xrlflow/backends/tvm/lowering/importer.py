@@ -165,6 +165,8 @@ def _otherwise(builder: Any, op: str, inputs: Any, attrs: Any, opset: int) -> An
     from tvm.ir import GenericConst
     from tvm.relax.frontend.onnx.onnx_frontend import get_type
 
+    if (result := _of_two(builder, op, inputs, opset)) is not None:
+        return result
     if op == "Pad" and opset >= 11 and attrs.get("mode", b"constant") == b"constant":
         padded_inputs = [*inputs, None, None][:4]
         if padded_inputs[3] is None and (padded := border(*padded_inputs[:3])) is not None:
@@ -241,17 +243,12 @@ def _importer(
         def from_onnx(self, graph: Any, opset: int) -> Any:
             self._next_nodes = iter(nodes_of(graph))
             self._outputs: list[Any] = [*graph.output]
-            return super().from_onnx(
-                SimpleNamespace(
-                    node=graph.node, initializer=graph.initializer, input=graph.input, output=self._outputs
-                ),
-                opset,
-            )
+            fields = {name: getattr(graph, name) for name in ("node", "initializer", "input")}
+            return super().from_onnx(SimpleNamespace(**fields, output=self._outputs), opset)
 
         def _parse_graph_initializers(self, graph: Any) -> None:
-            for tensor in graph.initializer:
-                read = functools.partial(get_numpy, weights.get(tensor.name, tensor))
-                self._nodes[tensor.name] = weight(tensor.name, read)
+            for name, tensor in ((t.name, weights.get(t.name, t)) for t in graph.initializer):
+                self._nodes[name] = weight(name, functools.partial(get_numpy, tensor))
 
         def _check_for_unsupported_ops(self, graph: Any) -> None:
             """Do nothing: `import_model` has checked operators, and accepts operators that this module adds."""
@@ -279,7 +276,6 @@ def _importer(
         def _converted(self, node: Node, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
             inputs = type(inputs)(self.bounds.operands(node, op_name, inputs, attrs))
             result = lowered(op_name, Imported(self.bb, node.title, inputs, attrs))
-            result = _of_two(self.bb, op_name, inputs, opset) if result is None else result
             result = _otherwise(self.bb, op_name, inputs, attrs, opset) if result is None else result
             if result is not None:
                 return result
