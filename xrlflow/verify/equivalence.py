@@ -508,7 +508,7 @@ class Reference:
                 continue
             disputes = self._judge(reference, outputs, reports)
             self.reruns.without_running([reference])
-            self._resolve(disputes, reports)
+            self._resolve(disputes, reports, running=False)
         unlike = [_sentence(r) for r in reports.values() if not r.judgement.passed]
         if unlike and nonempty and not failures:
             rules = f"{', '.join(nonempty)} {'need' if len(nonempty) > 1 else 'needs'} sizes from 1"
@@ -598,22 +598,24 @@ class Reference:
                     _note(reports, OutputReport(name, _shown(a), judgement, str(reference.case), sides))
         return disputes
 
-    def _resolve(self, disputes: Sequence[_Dispute], reports: dict[str, OutputReport]) -> None:
-        """Judge disputed outputs again: integers pass if a near-tie is proven, floats if they equal another target."""
-        judged = self._by_runs(disputes)
-        remaining = [
-            d for d, judgement in zip(disputes, judged) if judgement is None and is_float(d.original)
-        ]
+    def _resolve(
+        self, disputes: Sequence[_Dispute], reports: dict[str, OutputReport], running: bool = True
+    ) -> None:
+        """Judge disputed outputs again: integers pass if a near-tie is proven, floats if they equal another target.
+
+        `running`: whether the original may run again in this process.
+        """
+        judged = self._by_runs(disputes) if running else [None] * len(disputes)
+        remaining = [d for d, judgement in zip(disputes, judged) if judgement is None]
+        self.reruns.on(d.reference for d in remaining)
         for dispute, judgement in zip(disputes, judged):
             shown, case = _shown(dispute.original), str(dispute.reference.case)
-            if judgement is None:
-                self.reruns.on(d.reference for d, j in zip(disputes, judged) if j is None)
             if judgement is None and is_float(dispute.original):
-                together = [d.index for d in remaining if d.reference is dispute.reference]
-                self.reruns.measure(dispute.reference, together)
-            if judgement is None:
-                again = self._float_again if is_float(dispute.original) else self._integer_again
-                judgement = again(dispute)
+                alike = (d for d in remaining if d.reference is dispute.reference and is_float(d.original))
+                self.reruns.measure(dispute.reference, [d.index for d in alike])
+                judgement = self._float_again(dispute)
+            elif judgement is None:
+                judgement = self._integer_again(dispute)
             sides = _sides(dispute.reference, dispute.index, judgement)
             _note(reports, OutputReport(dispute.name, shown, judgement, case, sides))
 
