@@ -10,7 +10,7 @@ import pytest
 
 import xrlflow
 from tests.rules.harness import model
-from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.backends.results import RepeatedComparison, SpeedUp, Verdict
 from xrlflow.pipeline import confirm, sizes
 
@@ -77,16 +77,34 @@ def test_an_order_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not report.returned_original
 
 
-def test_a_size_that_cannot_be_measured_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_measurements_in_the_other_order_clear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, _ = optimized(monkeypatch, [SLOWER, SpeedUp(1.0, 0.0, float("inf"))])
+    assert report.reason.startswith("slower with length=")
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"), [(BackendError("no such kernel"), False), (OutOfTime("it was ended"), True)]
+)
+def test_a_result_that_fails_where_the_original_runs(
+    monkeypatch: pytest.MonkeyPatch, error: BackendError, kept: bool
+) -> None:
     def speedup(*_: Any) -> SpeedUp:
-        raise BackendError("no memory")
+        raise error
 
     monkeypatch.setattr(sizes, "_speedup", speedup)
     report = xrlflow.optimize(
         network(), search="greedy", cost="roofline", backend="onnxruntime", threads=1
     ).report
-    assert not report.returned_original
-    assert sum("not measured with length=" in note for note in report.notes) == 2
+    assert report.returned_original != kept
+    assert kept or report.reason.startswith("it fails with length=8: no such kernel")
+    assert sum("not measured with length=" in note for note in report.notes) == 2 * kept
+
+
+def test_sizes_with_long_runs_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "_seconds", lambda _, feeds: len(feeds["x"]) / 100)
+    report, rows = optimized(monkeypatch, [FASTER])
+    assert rows == [8]
+    assert "not measured with length=256: a run takes 2.6 s" in report.notes
 
 
 @pytest.mark.parametrize(

@@ -294,3 +294,32 @@ def test_results_at_a_size_of_zero_are_judged_by_rounding_too() -> None:
         w=weights, zero=np.int64(0), one=np.float32(1), tiny=np.float32(1e-3),
     )  # fmt: skip
     assert verify(plain, only_empty, float64_flops=late).status is Status.FAILED
+
+
+STORED = (1e6 + np.random.default_rng(0).integers(-32, 32, (64, 64)) * 0.0625).astype(np.float32)
+NEAR = (1 - np.random.default_rng(1).integers(1, 64, (64, 64)) * 2.0**-16).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("original", "wrong", "weights", "off"),
+    [
+        ("e = Gather(w, i)\n d = Sub(e, c)\n y = Add(x, d)", "e = Gather(w, i)\n d = Sub(e, c)\n "
+         "f = Mul(d, o)\n y = Add(x, f)", {"w": STORED, "c": np.float32(1e6)}, 1.001),
+        ("e = Gather(w, i)\n d = Sub(c, e)\n r = Reciprocal(d)\n y = Add(x, r)", "e = Gather(w, i)\n d = Sub(c, e)\n "
+         "r = Reciprocal(d)\n s = Mul(r, o)\n y = Add(x, s)", {"w": NEAR, "c": np.float32(1)}, 1.001),
+        ("e = Gather(w, i)\n d = Sub(e, c)\n m = Mul(d, k)\n r = Sigmoid(m)\n y = Add(x, r)", "e = Gather(w, i)\n "
+         "d = Sub(e, c)\n m = Mul(d, k)\n r = Sigmoid(m)\n s = Mul(r, o)\n y = Add(x, s)",
+         {"w": NEAR, "c": np.float32(1), "k": np.float32(2**17)}, 1.01),
+    ],
+    ids=["an exact difference", "a steep function", "a threshold"],
+)  # fmt: skip
+def test_stored_weights_are_exact(
+    original: str, wrong: str, weights: dict[str, np.ndarray], off: float
+) -> None:
+    """What a neighbouring weight would change is not rounding."""
+    header = "g (int64[n] i, float[n, 64] x) => (float[n, 64] y)"
+    a = model(f"{header} {{ {original} }}", **weights)
+    b = model(f"{header} {{ {wrong} }}", **weights, o=np.float32(off))
+    assert verify(a, a).verified
+    assert verify(a, b).status is Status.FAILED
+    assert verify(a, b, float64_flops=1).status is Status.FAILED

@@ -432,9 +432,34 @@ def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
                 value.name = outer.get(value.name, value.name)
 
 
+def unused_domain(model: ModelProto) -> str:
+    """A domain for regions that no name in a model contains (see `rename_domain`)."""
+    names: set[str] = set()
+
+    def add_nodes(nodes: Iterable[NodeProto]) -> None:
+        for node in nodes:
+            names.update((node.domain, node.name, *node.input, *node.output))
+            for body in protos.subgraphs(node):
+                add_graph(body)
+
+    def add_graph(graph: GraphProto) -> None:
+        named = (*graph.initializer, *graph.input, *graph.output, *graph.value_info)
+        names.update((graph.name, *(each.name for each in named)))
+        add_nodes(graph.node)
+
+    add_graph(model.graph)
+    for function in model.functions:
+        names.add(function.domain)
+        add_nodes(function.node)
+    domain = "xrlflow.unnamed"
+    while any(domain in name for name in names):
+        domain += "_"
+    return domain
+
+
 def rename_domain(model: ModelProto, domain: str, new: str) -> None:
     """Give the domain of regions another name, in place: a copy would have all weights. Names of values that begin with
-    the domain (see `with_guard`) get the new one, too."""
+    the domain (see `with_guard`) get the new one, too: `unused_domain` is no part of a name of the model's own."""
 
     def renamed(name: str) -> str:
         return new + name.removeprefix(domain) if name.startswith(domain) else name

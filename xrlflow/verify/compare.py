@@ -207,6 +207,11 @@ def tolerance(target: Target, y: Array, noise: Array, eps: float) -> float:
     return max(8 * max(_max(noise), eps * scale), (5 * target.relative + eps) * scale)
 
 
+def magnitudes(array: Array) -> Array:
+    """The magnitudes of the elements in float64; 0 where they are not finite."""
+    return _finite(wide(array))
+
+
 def _finite(y: Array) -> Array:
     """The magnitudes of the elements; 0 where y is not finite."""
     return np.abs(np.where(np.isfinite(y), y, 0))

@@ -12,7 +12,16 @@ import numpy as np
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.onnxio import ImportedModel
-from xrlflow.verify.compare import Criterion, Target, by_deviation, judge_floats, wide
+from xrlflow.verify.compare import (
+    Criterion,
+    Target,
+    around,
+    by_deviation,
+    epsilon,
+    judge_floats,
+    magnitudes,
+    wide,
+)
 from xrlflow.verify.inputs import moved_weights, perturbed
 from xrlflow.verify.noise import SAMPLES, jumps, rounding_noise
 from xrlflow.verify.reference import NoReference, Sizes
@@ -21,6 +30,9 @@ from xrlflow.verify.targets import ON_DEMAND, ReferenceCase
 
 # How many sets of perturbed inputs are run. In a perturbed set, every float is replaced by a neighbouring float.
 _MOVED = 2
+# The most noise that runs with moved weights show, as a multiple of eps times the magnitudes around the element (see
+# `compare`). It only widens the tolerance of elements that are small beside others.
+_OF_WEIGHTS = 1 / 8
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +96,9 @@ class Reruns:
     def with_moved_weights(self, cases: Iterable[ReferenceCase]) -> Mapping[int, Rerun]:
         """Run the original on cases with each weight replaced by a neighbour. Returns the outputs by case.
 
+        They show which elements depend on weights at all, not how far rounding moves them: stored weights are exact,
+        and 1 - w may be exact, too. So they count as little noise (`_OF_WEIGHTS`).
+
         Nothing is run if there are no such weights. Raises BackendError.
         """
         made: dict[int, Rerun] = {}
@@ -126,13 +141,15 @@ class Reruns:
         """The targets, with noise, that an output (a tensor) may equal: its present target, the original as the user
         runs it, and the original without ONNX Runtime's optimisations.
 
-        `by`: further runs that tell the noise; None: those of `on`, and stochastic arithmetic (see `noise`).
+        `by`: runs with moved weights that tell the noise; None: those of `on`, and stochastic arithmetic (see `noise`).
         """
         rerun = self._reruns[id(case)] if by is None else by
         first = case.targets.get((index, "")) or case.unexplained[index]
         original = first.original
         noise = self._spread(case, rerun, index, original)
-        if by is None:
+        if by is not None:
+            noise = np.minimum(noise, _OF_WEIGHTS * epsilon(original) * around(magnitudes(original)))
+        else:
             self.measure(case, [index])
             if index in rerun.rounding and rerun.rounding[index].shape == original.shape:
                 noise = np.maximum(noise, rerun.rounding[index])

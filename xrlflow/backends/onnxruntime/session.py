@@ -210,7 +210,7 @@ def open_model(
         if profile is not None:
             options.enable_profiling, options.profile_file_prefix = True, profile
         values = [_add_weight(options, name, array) for name, array in (weights or {}).items()]
-        session = _session(source, options)
+        session = _session(source, options, values)
     except OutOfTime as error:
         raise OutOfTime(f"loading {name} was ended: its time was over") from error
     except ort_errors() as error:
@@ -237,8 +237,11 @@ _abandoned: list[Thread] = []
 _GRACE = 0.5
 
 
-def _session(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    """Open a session. If there is a deadline, another thread opens it, and is abandoned when the time is over.
+def _session(
+    source: str | bytes, options: ort.SessionOptions, weights: Sequence[Any] = ()
+) -> ort.InferenceSession:
+    """Open a session. If there is a deadline, another thread opens it, and is abandoned when the time is over. Such a
+    thread may still read `weights`: it owns them.
 
     Raises OutOfTime, and what ONNX Runtime raises.
     """
@@ -251,7 +254,7 @@ def _session(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceS
     sessions: list[ort.InferenceSession] = []
     errors: list[Exception] = []
 
-    def load() -> None:
+    def load(_: Sequence[Any] = weights) -> None:
         try:
             sessions.append(ort.InferenceSession(source, options, providers=[CPU]))
         except Exception as error:

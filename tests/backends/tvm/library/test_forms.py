@@ -69,6 +69,15 @@ def compiled(proto: onnx.ModelProto) -> hybrid.Hybrid:
     return hybrid.hybrid(proto, [], detect(None, 2))
 
 
+def sessions(proto: onnx.ModelProto, path: Path) -> tuple[ort.InferenceSession, ort.InferenceSession]:
+    """Of a model with its library, and of the plain model."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    plain = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    options.register_custom_ops_library(str(library_path(path)))
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]), plain
+
+
 def check(proto: onnx.ModelProto, folder: Path) -> int:
     """How many regions were compiled for one number of rows. The library must be the same, byte for byte, as if each
     were compiled for itself, and the results those of the plain model."""
@@ -76,11 +85,7 @@ def check(proto: onnx.ModelProto, folder: Path) -> int:
     blocks = {each.compiled for each in Counted.made}
     path = folder / "fast.onnx"
     made.save(path)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    plain = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    options.register_custom_ops_library(str(library_path(path)))
-    fast = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    fast, plain = sessions(proto, path)
     for rows in (1, 7, 131):
         given = {"x0": np.random.default_rng(rows).standard_normal((1, rows, WIDE)).astype(np.float32)}
         for a, b in zip(plain.run(None, given), fast.run(None, given)):
@@ -169,3 +174,61 @@ def test_names_do_not_matter(tmp_path: Path) -> None:
     del proto.graph.node[:]
     proto.graph.node.extend(copies)
     assert check(proto, tmp_path) == 1
+
+
+def test_integers_are_a_part_of_the_form(tmp_path: Path) -> None:
+    """However many there are: sizes of a Split become numbers in the code."""
+    parts = [f"$tp{n}" for n in range(66)]
+    split, joined = f"{', '.join(parts)} = Split<axis=2>($t, $s)", f"Concat<axis=2>({', '.join(parts[::-1])})"
+    proto = network(f"$t = MatMul($x, $w) {split} $tc = {joined} $y = Relu($tc)")
+    for n in range(LAYERS):
+        sizes = np.array([4 + n, 4 - n, *[3] * 63, WIDE - 8 - 3 * 63], np.int64)
+        tensor = next(t for t in proto.graph.initializer if t.name == f"s{n}")
+        tensor.CopyFrom(onnx.numpy_helper.from_array(sizes, tensor.name))
+    assert check(proto, tmp_path) == LAYERS
+
+
+def test_integers_joined_with_a_shape(tmp_path: Path) -> None:
+    """TVM's importer reads them itself, and makes a shape of them."""
+    rng, nodes, weights = np.random.default_rng(0), list[str](), dict[str, Any]()
+    for n in range(LAYERS):
+        weights[f"w{n}"] = rng.standard_normal((WIDE, WIDE)).astype(np.float32) / 14
+        weights[f"t{n}"] = np.arange(100) + 1000 * n
+        nodes.append(
+            f"m{n} = MatMul(x{n}, w{n}) h{n} = Shape(m{n}) c{n} = Concat<axis=0>(h{n}, t{n}) g{n} = Gather(c{n}, i) "
+            f"a{n} = ArgMax<axis=2,keepdims=1>(m{n}) f{n} = Cast<to=1>(a{n}) s{n} = Sigmoid(f{n}) "
+            f"x{n + 1} = Add(m{n}, s{n})"
+        )
+    outputs = ", ".join(f"int64[4] g{n}" for n in range(LAYERS))
+    proto = model(
+        f"agraph (float[1,5,{WIDE}] x0) => (float[1,5,{WIDE}] x{LAYERS}, {outputs}) {{ {' '.join(nodes)} }}",
+        i=np.array([0, 13, 14, 15]), **weights,
+    )  # fmt: skip
+    path = tmp_path / "fast.onnx"
+    hybrid.hybrid(proto, {}, detect(None, 2)).save(path)
+    fast, plain = sessions(proto, path)
+    given = {"x0": rng.standard_normal((1, 5, WIDE)).astype(np.float32)}
+    for a, b in zip(plain.run(None, given)[1:], fast.run(None, given)[1:]):
+        np.testing.assert_array_equal(b, a)
+
+
+@pytest.mark.parametrize("sizes", [[], [{"x0": (1, 4, WIDE)}, {"x0": (1, 8, WIDE)}]], ids=["rows", "guards"])
+def test_names_of_the_model_stay(sizes: list[dict[str, Any]], tmp_path: Path) -> None:
+    proto = network("$t = MatMul($x, $w) $y = Add($t, $b)")
+    names = {f"x{n}": f"xrlflow.unnamed.x{n}" for n in range(LAYERS + 1)}
+    names |= {"y0": "xrlflow.unnamed", "w1": "xrlflow.unnamed_w"}
+    for node in proto.graph.node:
+        for of in (node.input, node.output):
+            for at, name in enumerate(of):
+                of[at] = names.get(name, name)
+    for each in (*proto.graph.input, *proto.graph.output, *proto.graph.initializer):
+        each.name = names.get(each.name, each.name)
+    path = tmp_path / "fast.onnx"
+    named = [{names[name]: shape for name, shape in each.items()} for each in sizes]
+    hybrid.hybrid(proto, named, detect(None, 2)).save(path)
+    for session in sessions(proto, path):
+        assert [v.name for v in (*session.get_inputs(), *session.get_outputs())] == [
+            names["x0"],
+            names[f"x{LAYERS}"],
+        ]
+        session.run(None, {names["x0"]: np.zeros((1, 4, WIDE), np.float32)})

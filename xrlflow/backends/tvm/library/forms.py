@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,9 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, TypeProto
 from xrlflow.backends.protocol import Array
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.library.code_generation import CompiledRegion, compile_part
+from xrlflow.backends.tvm.lowering.plan import memory_of
 from xrlflow.backends.tvm.toolchain.target import Machine
-from xrlflow.backends.tvm.toolchain.weights import SMALL, Made, following
+from xrlflow.backends.tvm.toolchain.weights import SMALL, Made, following, is_weight
 from xrlflow.onnxio.regions import Region, extracted, with_types
 
 _GRAPHS = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
@@ -32,7 +34,7 @@ class _Known:
 @dataclass(slots=True)
 class Forms:
     """Compiles regions of one model for one processor, those of a form once. The form of a region is all that it is
-    without names of values and without the elements of weights.
+    without names of values and without the elements of weights (`toolchain.weights.is_weight`).
 
     `compiled`: how many regions were compiled, not counting those that were made of others.
     """
@@ -42,7 +44,7 @@ class Forms:
     compiled: int = field(default=0, init=False)
     _known: dict[Hashable, _Known] = field(default_factory=dict, init=False)
     _tensors: dict[str, TensorProto] = field(init=False)
-    _large: dict[str, TensorProto] = field(init=False)  # those of more than SMALL elements
+    _large: dict[str, TensorProto] = field(init=False)  # those whose elements are no part of a form
     _region: Region | None = field(default=None, init=False)  # compiled last, and as a model of its own
     _part: ModelProto = field(init=False)
     _constants: dict[Made, Any] = field(default_factory=dict, init=False)  # of TVM
@@ -50,7 +52,7 @@ class Forms:
 
     def __post_init__(self) -> None:
         self._tensors = {tensor.name: tensor for tensor in self.model.graph.initializer}
-        self._large = {name: t for name, t in self._tensors.items() if math.prod(t.dims) > SMALL}
+        self._large = {name: t for name, t in self._tensors.items() if _is_weight(t)}
 
     def compile(
         self,
@@ -168,10 +170,13 @@ def _node(node: NodeProto, numbers: Mapping[str, int]) -> Hashable:
 
 
 def _weight(tensor: TensorProto) -> tuple[int, tuple[int, ...], bytes]:
-    """A weight without its elements; a small one with them."""
-    small = math.prod(tensor.dims) <= SMALL
-    return (
-        tensor.data_type,
-        tuple(tensor.dims),
-        onnx.numpy_helper.to_array(tensor).tobytes() if small else b"",
-    )
+    """A weight without its elements; another constant with a digest of them."""
+    elements = b""
+    if not _is_weight(tensor):
+        elements = hashlib.blake2b(memory_of(onnx.numpy_helper.to_array(tensor))).digest()
+    return tensor.data_type, tuple(tensor.dims), elements
+
+
+def _is_weight(tensor: TensorProto) -> bool:
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    return is_weight(dtype, math.prod(tensor.dims))

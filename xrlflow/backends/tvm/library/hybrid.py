@@ -36,6 +36,7 @@ from xrlflow.onnxio.regions import (
     region_of,
     rename_domain,
     save_regions,
+    unused_domain,
     weight_bytes,
     whole_region,
     with_functions,
@@ -44,8 +45,6 @@ from xrlflow.onnxio.regions import (
 from xrlflow.onnxio.versions import opset_of
 from xrlflow.storage import files
 
-_UNNAMED = "xrlflow.unnamed"
-"""The domain of regions until their library is there, whose name is a digest of its content."""
 _DYNAMIC = "DynamicQuantizeLinear"
 # Operators that are left to ONNX Runtime. Their kernels call functions of TVM's runtime, or compute in integers more
 # slowly than ONNX Runtime does, or return another index if numbers are infinite.
@@ -180,8 +179,9 @@ def hybrid(
         with CodeGenerator(machine) as generator:
             compiled = _compiled(model, whole, machine, algorithms, generator, weights_as_inputs=large)
 
-            carrier = with_functions(model, compiled.regions, _UNNAMED, weights_as_inputs=large)
-            library = _library_for(carrier, compiled.compiled, machine, generator)
+            domain = unused_domain(model)
+            carrier = with_functions(model, compiled.regions, domain, weights_as_inputs=large)
+            library = _library_for(carrier, domain, compiled.compiled, machine, generator)
         return Hybrid(
             carrier,
             library,
@@ -216,12 +216,12 @@ def _guarded(
             whole = whole_region(fixed.graph, outputs)
             parts.append((fixed, _compiled(fixed, whole, machine, algorithms, generator, prefix)))
         compiled = {name: region for _, part in parts for name, region in part.compiled.items()}
-        carrier = model
+        carrier, domain = model, unused_domain(model)
         for (fixed, compiled_part), sizes in zip(parts, requested):
             name = next(iter(compiled_part.regions))
-            inner = None if compiled_part.whole else with_functions(fixed, compiled_part.regions, _UNNAMED)
-            carrier = with_guard(carrier, name, sizes, _UNNAMED, inner)
-        library = _library_for(carrier, compiled, machine, generator)
+            inner = None if compiled_part.whole else with_functions(fixed, compiled_part.regions, domain)
+            carrier = with_guard(carrier, name, sizes, domain, inner)
+        library = _library_for(carrier, domain, compiled, machine, generator)
     first = parts[0][1]
     return Hybrid(carrier, library, tuple(first.regions.values()), first.total, first.remarks, first.chosen)
 
@@ -276,9 +276,10 @@ def _by_rows(imported: ImportedModel, machine: Machine, algorithms: Algorithms, 
                 if compiled.remarks
                 else "no part of the model has products with weights and computes each row alone"
             )
-        carrier = with_functions(named, compiled.regions, _UNNAMED)
-        note_rows(carrier, _UNNAMED, {n: [b.rows for b in c.blocks] for n, c in compiled.compiled.items()})
-        library = _library_for(carrier, compiled.compiled, machine, generator)
+        domain = unused_domain(named)
+        carrier = with_functions(named, compiled.regions, domain)
+        note_rows(carrier, domain, {n: [b.rows for b in c.blocks] for n, c in compiled.compiled.items()})
+        library = _library_for(carrier, domain, compiled.compiled, machine, generator)
     return Hybrid(
         carrier, library, tuple(compiled.regions.values()), compiled.total, compiled.remarks,
         compiled.chosen, max(each.rows for each in compiled.compiled.values()),
@@ -416,11 +417,12 @@ def _without_node(graph: GraphProto, region: Region, results: Sequence[str]) -> 
 
 
 def _library_for(
-    carrier: ModelProto, compiled: Mapping[str, CompiledRegion], machine: Machine, generator: CodeGenerator
-) -> KernelLibrary:
-    """The library of a model with regions in the domain `_UNNAMED`, which are then in the library's domain."""
-    library = kernel_library(compiled, machine, region_digest(carrier, _UNNAMED), generator)
-    rename_domain(carrier, _UNNAMED, library.domain)
+    carrier: ModelProto, domain: str, compiled: Mapping[str, CompiledRegion], machine: Machine,
+    generator: CodeGenerator,
+) -> KernelLibrary:  # fmt: skip
+    """The library of a model with regions in `domain`, which are then in the library's domain."""
+    library = kernel_library(compiled, machine, region_digest(carrier, domain), generator)
+    rename_domain(carrier, domain, library.domain)
     return library
 
 

@@ -268,7 +268,7 @@ def _importer(
                     value = _checked(
                         node.results, self._converted(node, op_name, inputs, attrs, opset), types
                     )
-                    imported(inputs, value)
+                    imported(inputs, list(getattr(value, "fields", (value,)))[: len(node.results)])
                     return value
             except BackendError as error:
                 raise NodeRefused(error, node.title, node.results) from error

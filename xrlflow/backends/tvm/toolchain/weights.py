@@ -7,7 +7,7 @@ be certain, so everything else that looks at the numbers of a weight is noted, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,7 +18,13 @@ import numpy as np
 from xrlflow.backends.protocol import Array
 
 SMALL = 64
-"""Constants with up to this many elements are no weights: they may be numbers in the code of kernels."""
+
+
+def is_weight(dtype: np.dtype[Any], elements: int) -> bool:
+    """Whether a constant counts as a weight. Integers may be sizes and indices, and a few floats may be parameters:
+    these become numbers in the code of kernels."""
+    return elements > SMALL and (dtype.kind == "f" or dtype.name == "bfloat16")
+
 
 Step = tuple[Callable[..., Array], tuple[Hashable, ...]]
 """A function that moves the elements of an array, and its further arguments."""
@@ -53,7 +59,7 @@ class Followed:
 
     def note(self, constant: Any, made: Made) -> None:
         view = _view(constant)
-        if view.size > SMALL:
+        if is_weight(view.dtype, view.size):
             self._made[view.ctypes.data] = made
             self._kept.append(view)
             self.shared[made] = constant
@@ -82,15 +88,25 @@ def weight(name: str, read: Callable[[], Array]) -> Any:
     return _constant(Made(name), read)
 
 
-def imported(inputs: Iterable[Any], result: Any) -> None:
-    """Note what the importer made of inputs. A weight counts as looked at if the result is a constant."""
+def imported(inputs: Iterable[Any], results: Sequence[Any]) -> None:
+    """Note what the importer made of inputs. A weight counts as looked at unless all results are yet to be computed, or
+    are known to be made of it."""
+    followed = _followed.get()
+    if followed is None or all(_is_followed(result, followed) for result in results):
+        return
     from tvm.ir import GenericConst
 
-    followed = _followed.get()
-    if followed is None or not isinstance(result, GenericConst) or followed.made(result) is not None:
-        return
     read = [x for x in inputs if isinstance(x, GenericConst)]
     followed.looked_at |= any(followed.made(x) is not None for x in read)
+
+
+def _is_followed(result: Any, followed: Followed) -> bool:
+    from tvm import relax
+    from tvm.ir import GenericConst
+
+    if isinstance(result, GenericConst):
+        return followed.made(result) is not None
+    return isinstance(result, relax.Call | relax.Var | relax.TupleGetItem)
 
 
 def made_of(constant: Any) -> Made | None:
