@@ -17,7 +17,7 @@ from xrlflow.verify import feeds_at_other_sizes
 _MEASURING, _NARROW = 2.0, 0.02
 # Seconds to run the original with inputs of these sizes: many elements of a slow model may take long. A size whose run
 # takes more than a part of the measurement is left out.
-_RUNNING, _PART = 3.0, 1 / 10
+_RUNNING, _PART = 3.0, 1 / 4
 _SIZES = 2
 
 
