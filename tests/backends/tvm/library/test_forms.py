@@ -232,3 +232,10 @@ def test_names_of_the_model_stay(sizes: list[dict[str, Any]], tmp_path: Path) ->
             names[f"x{LAYERS}"],
         ]
         session.run(None, {names["x0"]: np.zeros((1, 4, WIDE), np.float32)})
+
+
+def test_numbers_of_constants_are_read_in_one_place() -> None:
+    """What reads them elsewhere would not be noted (`toolchain.weights.array_of`)."""
+    folder = Path(hybrid.__file__).parent.parent
+    readers = {path.name for path in folder.rglob("*.py") if ".value.numpy()" in path.read_text()}
+    assert readers == set()
