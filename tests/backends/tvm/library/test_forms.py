@@ -20,6 +20,16 @@ from xrlflow.backends.tvm.library import hybrid
 from xrlflow.backends.tvm.library.code_generation import compile_region
 from xrlflow.backends.tvm.library.forms import Forms
 from xrlflow.backends.tvm.lowering.value_types import types_of
+from xrlflow.backends.tvm.toolchain.reading import known_value
+from xrlflow.backends.tvm.toolchain.weights import (
+    Made,
+    array_of,
+    following,
+    made_of,
+    moved,
+    plain_array,
+    weight,
+)
 from xrlflow.onnxio.regions import region_of
 
 WIDE, LAYERS = 200, 3
@@ -239,3 +249,13 @@ def test_numbers_of_constants_are_read_in_one_place() -> None:
     folder = Path(hybrid.__file__).parent.parent
     readers = {path.name for path in folder.rglob("*.py") if ".value.numpy()" in path.read_text()}
     assert readers == set()
+
+
+def test_who_looks_at_numbers_is_noted() -> None:
+    numbers = np.arange(100, dtype=np.float32)
+    for read, noted in ((array_of, True), (known_value, True), (plain_array, False)):
+        with following() as followed:
+            constant = moved(weight("w", lambda: numbers), np.reshape, (10, 10))
+            np.testing.assert_array_equal(read(constant), numbers.reshape(10, 10))
+            assert made_of(constant) == Made("w", ((np.reshape, ((10, 10),)),))
+        assert followed.looked_at == noted
