@@ -97,8 +97,8 @@ class Reruns:
         """Run the original on cases with each weight replaced by a neighbour. Returns the outputs by case.
 
         They show which elements depend on weights at all, not how far rounding moves them: stored weights are exact,
-        and 1 - w may be exact, too. So they count as little noise (`_OF_WEIGHTS`). What ONNX Runtime folds when it loads
-        the model keeps the file's weights, which makes the noise less.
+        and 1 - w may be exact, too. So they count as little noise (`_OF_WEIGHTS`). Constants that ONNX Runtime folds
+        are made of the file's weights, which shows less noise.
 
         Nothing is run if there are no such weights. Raises BackendError.
         """
