@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,6 +21,8 @@ from tests.backends.models import feeds, matmuls, strings, unknown_operator
 from xrlflow.backends import Backend, BackendError, CompiledModel
 from xrlflow.backends.onnxruntime import OnnxRuntime, Optimization, open_model, supports, time_model
 from xrlflow.backends.placement import choose_cpus, pinned
+from xrlflow.backends.protocol import OutOfTime
+from xrlflow.common import deadline
 
 
 def test_a_model_runs_from_bytes_and_from_a_path(tmp_path: Path) -> None:
@@ -165,3 +172,23 @@ def test_pinning_is_undone() -> None:
     assert choose_cpus(100_000) is None
     with pinned(None):
         assert os.sched_getaffinity(0) == allowed
+
+
+def test_a_load_that_is_abandoned_owns_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime keeps only their addresses."""
+    held: list[weakref.ref[Any]] = []
+    release = threading.Event()
+    made = ort.OrtValue.ortvalue_from_numpy
+
+    def value(array: Any) -> Any:
+        created = made(array)
+        held.append(weakref.ref(created))
+        return created
+
+    monkeypatch.setattr(ort.OrtValue, "ortvalue_from_numpy", staticmethod(value))
+    monkeypatch.setattr(ort, "InferenceSession", lambda *_, **__: release.wait(30))
+    with deadline.within(time.monotonic() + 0.1), pytest.raises(OutOfTime):
+        open_model(b"", threads=1, weights={"w": np.ones(1000, np.float32)})
+    gc.collect()
+    assert held[0]() is not None
+    release.set()
