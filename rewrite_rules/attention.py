@@ -186,7 +186,6 @@ def _is_product(reader: Reader, value: Value, masks: int) -> bool:
 class _FuseAttention(RegionRule, family="attention"):
     """A rule that writes Attention for a softmax of scaled scores and the product of its result with the values."""
 
-    nonempty = True
     proof = "numeric"
     relies_on = "softmax of scaled scores; several scales make one product, rounded to float32"
     # The element types for which ONNX Runtime has kernels of Attention.
@@ -390,7 +389,8 @@ class FuseGuardedAttention(_FuseAttention):
         if isinstance(keys, int):
             nothing = op.MatMul(np.zeros((1, keys), np.float32), v)
         else:
-            nothing = op.ReduceSum(op.Mul(v, 0.0), [-2], keepdims=1)
+            # ONNX Runtime 1.31 does not reduce an empty tensor along a negative axis.
+            nothing = op.ReduceSum(op.Mul(v, 0.0), [v.rank - 2], keepdims=1)
         if v.rank == 5:
             heads = q.size(1)
             nothing = op.Expand(nothing, [1, 1, heads // v.size(1), 1, 1])

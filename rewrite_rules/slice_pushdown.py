@@ -1289,7 +1289,7 @@ def _weighted(op: Op, detour: _Detour, p: Val, x: Val, w: Val, b: Val | None) ->
     y = op.MatMul(detour.part(op, op.MatMul(detour.flatten(op, p), x)), weights)
     if b is None:
         return y
-    total = op.ReduceSum(p, [-1], keepdims=1)
+    total = op.ReduceSum(p, [p.rank - 1], keepdims=1)
     return op.Add(y, op.Mul(total, op.Reshape(b, [detour.heads, 1, detour.depth])))
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
+import onnx
 import pytest
 
 import xrlflow
 from rewrite_rules import LIBRARY
-from tests.rules.harness import model
+from rewrite_rules.examples import graphs
+from tests.rules.harness import model, normal, rewritten, run
 from xrlflow.cost import Roofline
 from xrlflow.ir import Attrs, DType, TensorType, dims
 from xrlflow.ir.dims import dim, floor_div, symbol
-from xrlflow.onnxio import load
+from xrlflow.onnxio import load, to_proto
 from xrlflow.ops.empty import needed
 from xrlflow.options import Options
 from xrlflow.pipeline.library import library_for
 from xrlflow.rewrite import RewriteState
 from xrlflow.rewrite.state import MAY_BE_EMPTY
 
+RULES = {rule.name: rule for rule in LIBRARY}
 EXAMPLES = {rule.name: rule.examples for rule in LIBRARY}
 LSTM = (
     EXAMPLES["FuseUnrolledLSTM"][0]
@@ -51,7 +55,6 @@ def found(source: str, rule: str, **options: object) -> tuple[int, bool]:
     [
         ("FuseUnrolledLSTM", LSTM),
         ("FuseUnrolledGRU", GRU),
-        ("FuseAttention", EXAMPLES["FuseAttention"][0]),
         ("FoldPadIntoMaxPool", PAD),
         ("PushTransposeIntoMatMul", TRANSPOSED),
     ],
@@ -131,3 +134,73 @@ def test_a_dimension_that_is_positive() -> None:
     assert dims.positive(strided, {"h"})
     assert not dims.positive(strided)
     assert dims.positive(dim(symbol("h") + 2))
+
+
+_Q_K_V = "float[N,2,Q,4] q, float[N,2,K,4] k, float[N,2,K,6] v, float[1,1,Q,K] m"
+_SCORES = "t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) b = Add(s, m) p = Softmax(b)"
+ATTENTION = f"({_Q_K_V}) => (float[N,2,Q,6] y) {{ {_SCORES} y = MatMul(p, v) }}"
+GUARDED = (
+    f"({_Q_K_V}) => (float[N,2,Q,6] y) {{ {_SCORES} n = IsNaN(p) w = Where(n, 0.0, p) y = MatMul(w, v) }}"
+)
+SHAPES: dict[str, tuple[int | str, ...]] = {
+    "q": ("N", 2, "Q", 4),
+    "k": ("N", 2, "K", 4),
+    "v": ("N", 2, "K", 6),
+    "m": (1, 1, "Q", "K"),
+}
+
+
+def operators(proto: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in proto.graph.node]
+
+
+@pytest.mark.parametrize("zero", ["N", "Q", "K", ""])
+@pytest.mark.parametrize(
+    ("rule", "source"), [("FuseAttention", ATTENTION), ("FuseGuardedAttention", GUARDED)]
+)
+def test_attention_gets_a_branch_for_sizes_of_0(rule: str, source: str, zero: str) -> None:
+    """ONNX Runtime's Attention raises an error there, the operators that it replaces do not."""
+    (original,) = map(model, graphs(source))
+    result, _ = rewritten(RULES[rule], original)
+    assert operators(result).count("If") == 1
+    sizes = {"N": 3, "Q": 5, "K": 7, zero: 0}
+    feeds = {name: normal(*(sizes.get(str(d), d) for d in dims)) for name, dims in SHAPES.items()}  # type: ignore[arg-type]
+    np.testing.assert_allclose(run(result, feeds)[0], run(original, feeds)[0], atol=1e-6)
+
+
+def test_the_branch_is_left_out_and_verified() -> None:
+    (original,) = map(model, graphs(ATTENTION))
+    options = {
+        "search": "greedy",
+        "cost": Roofline(),
+        "measure": False,
+        "threads": 1,
+        "only": ["FuseAttention"],
+    }
+    result = xrlflow.optimize(original, **options)
+    assert operators(result.model).count("If") == 1
+    assert result.report.verified
+    assert any("Q=0" in note for note in result.report.notes)
+    assert not any("not exercised" in note for note in result.report.notes)
+    without = xrlflow.optimize(original, assuming=["nonempty"], **options)
+    assert "If" not in operators(without.model)
+
+
+def test_one_condition_serves_all_branches_of_the_same_sizes() -> None:
+    source = ATTENTION.replace("4] q,", "4] q, float[N,2,Q,4] r,").replace("y)", "y, float[N,2,Q,6] z)", 1)
+    source = source.replace(
+        " }", " e = Transpose<perm=[0,1,3,2]>(k) f = MatMul(r, e) g = Softmax(f) z = MatMul(g, v) }"
+    )
+    (original,) = map(model, graphs(source))
+    once, _ = rewritten(RULES["FuseAttention"], original)
+    assert (operators(once).count("If"), operators(once).count("Size")) == (1, 3)
+    result = xrlflow.optimize(
+        original, search="greedy", cost=Roofline(), measure=False, threads=1, only=["FuseAttention"]
+    ).model
+    assert (operators(result).count("If"), operators(result).count("Size")) == (2, 3)
+
+
+def test_an_attention_of_the_users_own_gets_no_branch() -> None:
+    source = "agraph (float[N,2,Q,4] q, float[N,2,K,4] k, float[N,2,K,4] v) => (float[N,2,Q,4] y) "
+    imported = load(model(source + "{ a = Attention(q, k, v) b = Neg(a) y = Neg(b) }"))
+    assert operators(to_proto(imported, imported.graph)) == ["Attention", "Neg", "Neg"]

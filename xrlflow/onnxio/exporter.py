@@ -28,6 +28,7 @@ from xrlflow.ir import (
     dims,
 )
 from xrlflow.onnxio import declared, protos, versions
+from xrlflow.onnxio.branches import Branches, surely_filled
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.external_data import replacing_model
 from xrlflow.onnxio.inference import REFUSED, infer_shapes
@@ -341,6 +342,7 @@ class _Writer:
         self.handles: dict[int, tuple[TensorHandle, str]] = {}
         self.contents: dict[tuple[TensorType, bytes], str] = {}  # names of computed constants
         self.types: dict[str, TensorType] = {}  # of all values
+        self.filled = None if model.nonempty else surely_filled(model.graph)
         self.later: dict[
             str, int
         ] = {}  # title of each node that the canonical opset lacks -> the opset that has it
@@ -424,8 +426,11 @@ class _Writer:
         self.types.update(
             (name, graph.type(value)) for value, name in names.items() if value in live and name
         )
+        branches = Branches(self.filled, self._fresh)
         for node in plan.nodes:
-            out.node.append(self._node(node, names))
+            written = self._node(node, names)
+            types = [None if v == ABSENT else graph.type(v) for v in node.explicit_inputs]
+            out.node.extend(branches.around(written, node, types))
             if sizes_from_data(node.op):
                 out.value_info.extend(v for v in self._sizes(graph, node, names) if v.name not in declared)
         for name, value in aliases:

@@ -63,3 +63,4 @@ class ImportedModel:
         Value, tuple[int, ...]
     ]  # shapes without symbols that the file declares for computed values
     notes: tuple[str, ...] = ()  # messages that say which of these shapes are wrong
+    nonempty: bool = False  # whether the user says that no dimension is ever 0

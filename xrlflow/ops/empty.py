@@ -7,13 +7,15 @@ uninitialised memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from xrlflow.ir import Attrs, TensorType
+from xrlflow.ir import ABSENT, Attrs, Dim, Graph, Node, TensorType, Value
 
 Types = Sequence[TensorType | None]
 InputAxis = tuple[int, int]
 """An input and one of its axes."""
+Size = Dim | tuple[Value, int]
+"""A dimension, or a value and its axis if the dimension is unknown."""
 
 
 def needed(op: str, attrs: Attrs, types: Types, surely: bool = False) -> Iterator[InputAxis]:
@@ -23,6 +25,36 @@ def needed(op: str, attrs: Attrs, types: Types, surely: bool = False) -> Iterato
     """
     need = (_FAILS if surely else _NEEDS).get(op)
     return iter(()) if need is None else need(attrs, types)
+
+
+def sizes_needed(
+    graph: Graph, nodes: Iterable[Node], new_types: Mapping[Value, TensorType] | None = None
+) -> Iterator[Size]:
+    """The dimensions that must be at least 1 for these nodes to run, `guarded` ones aside. `new_types`: types of values
+    that the graph lacks; if it is given, also dimensions that may have to be.
+    """
+    surely = new_types is None
+    types_of = {} if new_types is None else new_types
+    for node in nodes:
+        if node.op in NEEDING:
+            types = [None if v == ABSENT else types_of.get(v) or graph.type(v) for v in node.explicit_inputs]
+            if guarded(node.op, types, len(node.outputs)):
+                continue
+            for index, axis in needed(node.op, node.attrs, types, surely):
+                shape = None if (type := types[index]) is None else type.shape
+                size = None if shape is None else shape[axis]
+                yield (node.inputs[index], axis) if size is None else size
+
+
+def guarded(op: str, types: Types, outputs: int) -> bool:
+    """Whether the result of an operator is nothing but zeros if a size that it needs is 0. The exporter then writes a
+    branch around it, which computes these zeros. So it needs no size.
+
+    `outputs`: how many outputs it has. The result of attention is empty itself, or the sum over no keys.
+    """
+    return (
+        op == "Attention" and outputs == 1 and len(types) <= 4 and all(t and t.rank == 4 for t in types[:3])
+    )
 
 
 def _axes(types: Types, index: int, start: int = 0) -> Iterator[InputAxis]:

@@ -35,7 +35,7 @@ from xrlflow.cost.pretrained import PRETRAINED
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, ModelError, Source, load, preferring, to_proto
 from xrlflow.ops.schema import OPSET
-from xrlflow.options import Common, OptionError, Options
+from xrlflow.options import NONEMPTY, Common, OptionError, Options
 from xrlflow.pipeline import history
 from xrlflow.pipeline.artifact import Artifacts, Original
 from xrlflow.pipeline.context import Clock, Context
@@ -150,6 +150,7 @@ def opened(
             imported = load(source, shapes=options.shapes, fix_shapes=options.fix_shapes or compiling)
             opset = OPSET if compiling else options.opset
             imported = imported if opset is None else preferring(imported, opset)
+            imported = replace(imported, nonempty=NONEMPTY in options.assumptions)
             clock.quantised = is_quantised(imported.graph)
             folder = stack.enter_context(TemporaryDirectory(prefix="xrlflow-"))
             library = library_for(options)
@@ -301,7 +302,8 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
             shapes[info.name] = shape
     if not shapes or imported.fixed:
         return imported
-    return preferring(load(context.original.source, shapes={**context.shapes, **shapes}), imported.opset)
+    again = load(context.original.source, shapes={**context.shapes, **shapes})
+    return replace(preferring(again, imported.opset), nonempty=imported.nonempty)
 
 
 def cost_model(context: Context, cost: str | CostModel) -> CostModel:

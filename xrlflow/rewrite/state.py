@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from immutables import Map
 
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit, dims, mix
 from xrlflow.ir.graph import FINGERPRINT_MASK, outputs_fingerprint
-from xrlflow.ops.empty import NEEDING, needed
+from xrlflow.ops.empty import NEEDING, Size, sizes_needed
 from xrlflow.rewrite.build import GraphBuilder
 from xrlflow.rewrite.library import Library, MatchSignature, Plan, Plans
 from xrlflow.rewrite.pattern import Pattern
@@ -42,9 +42,6 @@ from xrlflow.rewrite.rule import (
 Delta = Callable[[Graph, Edit], float]
 
 Key = tuple[str, tuple[Value, ...]]
-
-Size = int | str | tuple[Value, int]
-"""A dimension, or the value and axis of one that is not known."""
 
 MAY_BE_EMPTY = "an open dimension may be 0"
 
@@ -119,7 +116,9 @@ class RewriteState:
         """
         with _no_collection():
             filled = (
-                frozenset(_needs(graph, graph.nodes())) if library.least_size is not None else frozenset()
+                frozenset(sizes_needed(graph, graph.nodes()))
+                if library.least_size is not None
+                else frozenset()
             )
             finder = _match_all(graph, library, delta, filled, until)
             finder.settle(until)
@@ -623,8 +622,8 @@ class _Finder:
         if not any(node.op in NEEDING for node in edit.added):
             return
         new_types = {value: type for node in edit.added for value, type in zip(node.outputs, node.types)}
-        nonempty = self.filled.union(_needs(self.graph, edit.removed))
-        for size in _needs(self.graph, edit.added, new_types):
+        nonempty = self.filled.union(sizes_needed(self.graph, edit.removed))
+        for size in sizes_needed(self.graph, edit.added, new_types):
             if size in nonempty:
                 continue
             of = None if isinstance(size, tuple) else size
@@ -653,23 +652,6 @@ class _Finder:
                     entries_of[value] = list(old.get(value, ())) if old is not None else []
                 entries_of[value].append(entry)
         return {value: tuple(of_value) for value, of_value in entries_of.items()}
-
-
-def _needs(
-    graph: Graph, nodes: Iterable[Node], new_types: Mapping[Value, TensorType] | None = None
-) -> Iterator[Size]:
-    """The dimensions that must be at least 1 for these nodes to run. `new_types`: types of values that the graph lacks;
-    if it is given, also dimensions that may have to be.
-    """
-    surely = new_types is None
-    types_of = {} if new_types is None else new_types
-    for node in nodes:
-        if node.op in NEEDING:
-            types = [None if v == ABSENT else types_of.get(v) or graph.type(v) for v in node.explicit_inputs]
-            for index, axis in needed(node.op, node.attrs, types, surely):
-                shape = None if (type := types[index]) is None else type.shape
-                size = None if shape is None else shape[axis]
-                yield (node.inputs[index], axis) if size is None else size
 
 
 def _may_be_empty(graph: Graph, edit: Edit) -> bool:

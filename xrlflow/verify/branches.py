@@ -23,6 +23,8 @@ from onnx import helper, inliner
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError
 from xrlflow.ir import Body, Graph, Value
+from xrlflow.onnxio import ImportedModel
+from xrlflow.onnxio.branches import FOR_EMPTY
 from xrlflow.onnxio.protos import live_nodes, subgraphs
 from xrlflow.verify.runner import Model, Runner, first_line, opened
 
@@ -68,13 +70,19 @@ class Watch:
         return bool(reached)
 
 
-def has_branches(graph: Graph) -> bool:
-    """Whether a graph has an If or a Loop, in bodies too."""
-    return any(
-        node.op in ("If", "Loop")
-        or any(isinstance(a, Body) and has_branches(a.graph) for a in node.attrs.values())
-        for node in graph.nodes()
-    )
+def has_branches(model: ImportedModel) -> bool:
+    """Whether a model has an If or a Loop, in bodies too. Branches for sizes of 0 that the exporter wrote do not count:
+    no input drawn here reaches them, and models are run at such sizes anyway.
+    """
+    graph = model.graph
+    labels = (model.labels.get(node.id) for node in graph.nodes() if node.op == "If")
+    ours = sum(label is not None and label.name.startswith(FOR_EMPTY) for label in labels)
+    return _branches(graph) > ours
+
+
+def _branches(graph: Graph) -> int:
+    bodies = (a.graph for node in graph.nodes() for a in node.attrs.values() if isinstance(a, Body))
+    return sum(node.op in ("If", "Loop") for node in graph.nodes()) + sum(map(_branches, bodies))
 
 
 def deciding(graph: Graph) -> frozenset[float]:
@@ -209,6 +217,8 @@ class _Writer:
 
     def _if(self, node: onnx.NodeProto, nodes: list[onnx.NodeProto]) -> Iterator[_Counter]:
         shown = node.name or node.output[0]
+        if shown.startswith(FOR_EMPTY):
+            return
         flag = self._flag(nodes, node.input[0])
         yield Arm("If", shown, "then"), flag
         yield Arm("If", shown, "else"), self._node(nodes, "Sub", self._number(nodes, 1), flag)

@@ -238,7 +238,7 @@ def exercise(
     """Draw inputs until they reach every branch of the models, and add them. Returns the branches never reached."""
     missing: dict[str, None] = {}
     for model, imported in models:
-        if not has_branches(imported.graph):
+        if not has_branches(imported):
             continue
         try:
             with watched(model, threads=threads, session_options=session_options) as watch:
