@@ -207,3 +207,18 @@ def test_what_is_unsure_is_measured_longer_where_the_time_allows() -> None:
 
 def test_a_survey_ends_in_time() -> None:
     assert survey({}, time.monotonic()) == ({}, [])
+
+
+def test_a_shape_that_the_model_computes_fits() -> None:
+    """The Reshape and the Expand read shapes that are computed from other inputs, outside of what is measured."""
+    proto = model(
+        "agraph (float[n,3,2,4] x, float[n,3] z) => (float[n,6,4] r, float[n,3,2,4] y) "
+        "<int64[2] tail = {6, 4}, int64[2] inner = {2, 4}> "
+        "{ b = Shape<start=0,end=1>(z) c = Concat<axis=0>(b, tail) m = Max(c, c) o = Max(m, m) q = Min(o, o) "
+        "p = Shape(z) d = Concat<axis=0>(p, inner) "
+        "s = Add(x, x) r = Reshape(s, q) y = Expand(s, d) }"
+    )
+    graph, edit = edit_of(proto, ReplaceAddBySum())
+    benchmark = InContextBenchmark(1, {"n": 5}, seconds=0.05)
+    gain = benchmark.gain(graph, edit)
+    assert (gain is not None, benchmark.refused) == (True, [])

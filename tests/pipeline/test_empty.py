@@ -186,6 +186,15 @@ def test_the_branch_is_left_out_and_verified() -> None:
     assert "If" not in operators(without.model)
 
 
+def test_a_result_that_is_read_and_written_again_gets_no_second_branch() -> None:
+    (original,) = map(model, graphs(ATTENTION))
+    result, _ = rewritten(RULES["FuseAttention"], original)
+    imported = load(result)
+    again = to_proto(imported, imported.graph)
+    (branch,) = (n for n in again.graph.node if n.op_type == "If")
+    assert [n.op_type for a in branch.attribute if a.name == "then_branch" for n in a.g.node] == ["Attention"]
+
+
 def test_one_condition_serves_all_branches_of_the_same_sizes() -> None:
     source = ATTENTION.replace("4] q,", "4] q, float[N,2,Q,4] r,").replace("y)", "y, float[N,2,Q,6] z)", 1)
     source = source.replace(

@@ -20,7 +20,7 @@ from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError
 from xrlflow.cost.microbench import is_bound, sample_inputs
-from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
+from xrlflow.ir import ABSENT, DType, Edit, Graph, Node, TensorType, Value, apply_edit
 from xrlflow.onnxio.versions import at_least
 from xrlflow.ops.schema import OPSET
 from xrlflow.ops.subgraph import NotStandalone, input_name, model_of
@@ -34,6 +34,8 @@ _HOPS = 2
 # The runtime fuses nothing across these, so the context ends with them.
 _HEAVY = frozenset({OpKind.GEMM, OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CONV, OpKind.RECURRENT})
 _MOST_NODES = 64
+# The elements of a value that can be a shape, or a part of one.
+_MOST_SIZES = 8
 _MOST_BYTES = 64 << 20
 _MOST_MATCHES = 64
 _MOST_KINDS = 8
@@ -268,9 +270,30 @@ def _around(graph: Graph, start: set[Value], bindings: Mapping[str, int]) -> set
     return ids
 
 
+def _sizes_read(graph: Graph, ids: set[Value]) -> set[Value]:
+    """Ids of the nodes that compute the sizes which these nodes read: random numbers in their place would not fit."""
+    found: set[Value] = set()
+    work = [graph.producers[i] for i in ids]
+    while work:
+        for value in work.pop().inputs:
+            producer = graph.producers.get(value)
+            if producer is None or producer.id in ids or producer.id in found or producer.types[0].const:
+                continue
+            type = graph.type(value)
+            if (
+                type.dtype == DType.INT64
+                and type.rank in (0, 1)
+                and (type.size or _MOST_SIZES + 1) <= _MOST_SIZES
+            ):
+                found.add(producer.id)
+                work.append(producer)
+    return found
+
+
 def _excerpt(graph: Graph, ids: set[Value]) -> Excerpt:
-    if len(ids) > _MOST_NODES:
-        raise NotStandalone(f"{len(ids)} nodes are too many")
+    inside = ids | _sizes_read(graph, ids)
+    if len(inside) > _MOST_NODES:
+        raise NotStandalone(f"{len(inside)} nodes are too many")
     order: list[Node] = []
     visited: set[Value] = set()
 
@@ -278,7 +301,7 @@ def _excerpt(graph: Graph, ids: set[Value]) -> Excerpt:
         visited.add(node.id)
         for value in node.inputs:
             producer = graph.producers.get(value)
-            if producer is not None and producer.id in ids and producer.id not in visited:
+            if producer is not None and producer.id in inside and producer.id not in visited:
                 visit(producer)
         order.append(node)
 
@@ -288,8 +311,9 @@ def _excerpt(graph: Graph, ids: set[Value]) -> Excerpt:
     outputs = tuple(
         v
         for node in order
+        if node.id in ids
         for v in node.outputs
-        if v in graph.outputs or any(user.id not in ids for user in graph.users(v))
+        if v in graph.outputs or any(user.id not in inside for user in graph.users(v))
     )
     if not outputs:
         raise NotStandalone("nobody reads its results")

@@ -64,6 +64,10 @@ def is_bound(types: Sequence[TensorType | None], bindings: Mapping[str, int]) ->
     )
 
 
+# The input that is the shape of the result.
+_SHAPE = {"Reshape": 1, "Expand": 1, "ConstantOfShape": 0}
+
+
 def sample_inputs(
     node: Node,
     in_types: Sequence[TensorType | None],
@@ -72,9 +76,10 @@ def sample_inputs(
 ) -> tuple[dict[Value, Array], dict[Value, Array]]:
     """The arrays that a node reads, by value: (inputs to feed, constants to build into the model).
 
-    `constants`: the constants whose values matter to the time (shapes, axes, scalars). All other arrays are random:
-    floats around 0, integers that are valid indices, and no divisor, depth or step that is 0. Raises NotStandalone for
-    element types that NumPy lacks, and for arrays that do not fit into half of the free memory.
+    `constants`: the constants whose values matter to the time (shapes, axes, scalars). A shape that the model computes
+    is that of the result. All other arrays are random: floats around 0, integers that are valid indices, and no
+    divisor, depth or step that is 0. Raises NotStandalone for element types that NumPy lacks, and for arrays that do
+    not fit into half of the free memory.
     """
     draw = np.random.default_rng(0)
     shapes = [() if t is None else dimensions(t, bindings) for t in in_types]
@@ -86,6 +91,8 @@ def sample_inputs(
         if type is None or value == ABSENT:
             continue
         array = constants.get(value) if type.const else None
+        if array is None and slot == _SHAPE.get(node.op) and type.dtype == DType.INT64:
+            array = np.array(dimensions(node.types[0], bindings)[-shape[0] :] if shape[0] else (), np.int64)
         if array is None:
             minimum = 1 if _POSITIVE.get(node.op) == slot else 0
             array = _random(draw, type.dtype, shape, minimum, minimum + bound)

@@ -124,7 +124,9 @@ def _constants(graph: Graph, values: tuple[Value, ...]) -> set[float]:
 def watched(
     model: Model, *, threads: int | None = None, session_options: Options | None = None
 ) -> Iterator[Watch]:
-    """The instrumented model, in a session that is closed at the end of the block. Raises BackendError."""
+    """The instrumented model, in a session that is closed at the end of the block. Raises BackendError, also if there
+    is nothing to count.
+    """
     proto, arms = instrumented(_read(model))
     with opened(proto, threads=threads, session_options=session_options) as runner:
         yield Watch(arms, runner)
