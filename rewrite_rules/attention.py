@@ -443,6 +443,13 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
         "c = Unsqueeze(a, [1]) s = Unsqueeze(b, [1]) p = Slice(x, [0], [2], [3]) "
         "q = Slice(x, [2], [9223372036854775807], [3]) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) "
         "v = Mul(r, s) y = Add(u, v) }",
+        "(float[3] b, float[N,3,5,6] z, float[1,5,3] f, float[N,5,3] g) => (float[N,3,5,6] y) { x = Mul(z, 2.0) "
+        "d = Concat<axis=-1>(f, f) t = Concat<axis=-1>(g, g) c = Unsqueeze(d, [1]) s = Unsqueeze(t, [1]) "
+        "p, q = Split<axis=-1>(x, [3, 3]) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) "
+        "y = Add(u, v) }",
+        "(float[2,3,5,4] x, float[1,5,2] f) => (float[2,3,5,4] y) { d = Concat<axis=-1>(f, f) a = Cos(d) b = Sin(d) "
+        "c = Unsqueeze(a, [1]) s = Unsqueeze(b, [1]) p, q = Split<axis=-1>(x, [2, 2]) n = Neg(q) "
+        "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
         "(float[N,3,5,4] x, float[N,5,2] f, float[N,5,2] g) => (float[N,3,5,4] y) { d = Concat<axis=2>(f, f) "
         "t = Concat<axis=2>(g, g) c = Unsqueeze(d, [1]) s = Unsqueeze(t, [1]) p, q = Split<axis=-1>(x, [2, 2]) "
         "n = Neg(q) r = Concat<axis=3>(n, p) v = Mul(s, r) u = Mul(c, x) y = Add(v, u) }",
@@ -494,7 +501,11 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
                     if same == x:
                         self._check(reader, x, cosine, sine)
                         inputs = (x, cosine, sine)
-                        return Region(node.outputs, inputs, between(reader, node.outputs[0], inputs))
+                        inside = between(reader, node.outputs[0], inputs)
+                        batch = _expanded_batch(reader, x, (cosine, sine))
+                        return Region(
+                            node.outputs, inputs if batch is None else (*inputs, batch[0]), inside, batch
+                        )
         return None
 
     @staticmethod
@@ -519,14 +530,38 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
     def _check(reader: Reader, x: Value, cosine: Value, sine: Value) -> None:
         """Refuse angles that RotaryEmbedding does not take."""
         shape = reader.type(x).shape or ()
-        expected = (shape[0], 1, shape[2], shape[3])
         for angle in (cosine, sine):
+            batch = (reader.type(angle).shape or (None,))[0]
+            expected = (1 if batch == 1 else shape[0], 1, shape[2], shape[3])
             require(
                 same_dims(reader.type(angle).shape, expected), "the angles are not those of each position"
             )
             require(_repeats_half(reader, angle), "the two halves have other angles")
 
-    def target(self, op: Op, region: Region, x: Val, cosine: Val, sine: Val) -> Any:
+    def target(self, op: Op, region: Region, x: Val, cosine: Val, sine: Val, *sized: Val) -> Any:
         half = x.size(3) // 2
         tables = [op.Squeeze(op.Slice(v, [0], [half], [3]), [1]) for v in (cosine, sine)]
+        if region.data is not None:
+            batch, axis = x.shape[0], region.data[1]
+            known = np.array([batch, 1, 1]) if isinstance(batch, int) else None
+            shape = (
+                op.Concat(op.Shape(*sized, start=axis, end=axis + 1), [1, 1], axis=0)
+                if known is None
+                else known
+            )
+            tables = [op.Expand(v, shape) if v.shape[0] == 1 != batch else v for v in tables]
         return op.RotaryEmbedding(x, *tables)
+
+
+def _expanded_batch(reader: Reader, x: Value, angles: Sequence[Value]) -> tuple[Value, int] | None:
+    """A value and its axis with the size of x's batch, to which angles of a batch of 1 must be expanded; None if none
+    has to be. Where an input of the model has this size it is taken, so that all layers expand the angles alike.
+    """
+    batch = (reader.type(x).shape or (None,))[0]
+    if batch == 1 or all((reader.type(a).shape or (None,))[0] != 1 for a in angles):
+        return None
+    for value in reader.graph.inputs if isinstance(batch, str) else ():
+        shape = reader.type(value).shape or ()
+        if batch in shape:
+            return value, shape.index(batch)
+    return x, 0

@@ -106,7 +106,7 @@ class Dimensions:
                 stem = slot.name.removesuffix("rank")
                 usual = next(axis for axis in count() if f"{stem}{axis}" not in bound) or 2
             else:
-                usual = BATCH_DIM if slot.role == Role.BATCH else OTHER_DIM
+                usual = {Role.BATCH: BATCH_DIM, Role.PAST: _PAST_DIM}.get(slot.role, OTHER_DIM)
             bindings[slot.name] = bound.get(slot.name, usual)
         return self.complete(bindings)
 
@@ -128,6 +128,9 @@ class Dimensions:
                 yielded.add(key)
                 yield self.complete(bindings)
 
+
+# How many tokens a cache usually holds: at 64, what a decoder does with its cache would hardly count.
+_PAST_DIM = 256
 
 # If the name of the first dimension contains one of these, it is not a batch.
 _NO_BATCH = ("seq", "len", "time", "token", "step", "frame", "audio", "row", "height", "width")
