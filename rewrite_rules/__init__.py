@@ -10,6 +10,7 @@ from rewrite_rules import (
     expansion,
     exporter_cleanup,
     fold_into_weights,
+    fourier,
     identity,
     logic,
     merge,
@@ -57,7 +58,7 @@ _MODULES = (
         exporter_cleanup,
         logic,
     ),
-    *(weights_algebra, microsoft, expansion, substitutes, precision),
+    *(weights_algebra, microsoft, expansion, substitutes, fourier, precision),
     *(quantised, quantised_operators, packed_weights),
 )
 

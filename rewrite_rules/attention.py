@@ -12,7 +12,7 @@ import numpy as np
 from rewrite_rules.axes import axis_of, compose, is_identity, perm_of, rank_of, same_dims
 from rewrite_rules.elementwise import FLOAT, is_unary, keeps_shape, made_by, read_once, sum_of
 from rewrite_rules.examples import graphs
-from rewrite_rules.reading import between, number_of, only_reader, operands
+from rewrite_rules.reading import between, carrier_of, number_of, only_reader, operands
 from rewrite_rules.slices import piece
 from xrlflow.ir import Dim, Node, Value
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, profitable, require
@@ -555,13 +555,9 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
 
 def _expanded_batch(reader: Reader, x: Value, angles: Sequence[Value]) -> tuple[Value, int] | None:
     """A value and its axis with the size of x's batch, to which angles of a batch of 1 must be expanded; None if none
-    has to be. Where an input of the model has this size it is taken, so that all layers expand the angles alike.
+    has to be.
     """
     batch = (reader.type(x).shape or (None,))[0]
     if batch == 1 or all((reader.type(a).shape or (None,))[0] != 1 for a in angles):
         return None
-    for value in reader.graph.inputs if isinstance(batch, str) else ():
-        shape = reader.type(value).shape or ()
-        if batch in shape:
-            return value, shape.index(batch)
-    return x, 0
+    return carrier_of(reader, x, 0)

@@ -34,6 +34,18 @@ def is_number(reader: Reader, value: Value, number: float, partner: Value) -> bo
     return actual is not None and math.isclose(actual, number, rel_tol=1e-6)
 
 
+def carrier_of(reader: Reader, value: Value, axis: int) -> tuple[Value, int]:
+    """A value and its axis with the size that this value has at `axis`: an input of the model if one has this size, so
+    that whatever is computed of it is computed once; else the value itself.
+    """
+    size = (reader.type(value).shape or ())[axis]
+    for each in reader.graph.inputs if isinstance(size, str) else ():
+        shape = reader.type(each).shape or ()
+        if size in shape:
+            return each, shape.index(size)
+    return value, axis
+
+
 def operands(node: Node | None) -> list[tuple[Value, Value]]:
     """The pairs of a node's two inputs: in both orders, except for Sub and Div; empty if the node is None."""
     if node is None or len(node.inputs) != 2:
