@@ -10,7 +10,7 @@ from rewrite_rules.axes import axis_of, front, same_dims
 from rewrite_rules.elementwise import made_by
 from rewrite_rules.examples import graphs
 from rewrite_rules.reading import carrier_of
-from xrlflow.ir import ABSENT, DType, Node, Value
+from xrlflow.ir import ABSENT, Dim, DType, Node, TensorType, Value
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, profitable, require
 
 # The numbers of a matrix, which the file has to hold.
@@ -160,7 +160,7 @@ class ReplaceDFTByMatMul(RegionRule, family="idioms"):
     @staticmethod
     def _open(op: Op, x: Val, sized: Val, at: int) -> Any:
         n = op.Squeeze(op.Shape(sized, start=at, end=at + 1), [0])
-        cosine, sine = _roots(op, n, n)
+        cosine, sine = _roots(op, n, n, x.shape[x.rank - 2])
         end = x.rank - 1
         real = op.Squeeze(op.Slice(x, [0], [1], [end]), [end])
         parts = [op.MatMul(real, cosine), op.Neg(op.MatMul(real, sine))]
@@ -173,13 +173,15 @@ class ReplaceDFTByMatMul(RegionRule, family="idioms"):
         return op.Concat(*(op.Unsqueeze(p, [end]) for p in parts), axis=end)
 
 
-def _roots(op: Op, n: Any, m: Any) -> tuple[Any, Any]:
-    """Cosine and sine of 2 pi j k / n, for all j below n and k below m: float[n,m].
+def _roots(op: Op, n: Any, m: Any, open: Dim = None) -> tuple[Any, Any]:
+    """Cosine and sine of 2 pi j k / n, for all j below n and k below m: float[n,m]. `open`: the dimension that n and m
+    are, if they are computed.
 
     Angles are integers, in units of which n make a right angle, until they are between 0 and two right angles. So
     numbers that are 0 are 0.
     """
-    lines = [op.Range(np.int64(0), size, np.int64(1)) for size in (n, m)]
+    declared = [TensorType(DType.INT64, (open,))] if open is not None else None
+    lines = [op.Range(np.int64(0), size, np.int64(1), declared=declared) for size in (n, m)]
     right = op.Max(n, np.int64(1))  # an integer is not divided by 0, even if there is none
     half, whole = op.Mul(right, np.int64(2)), op.Mul(right, np.int64(4))
     turns = op.Mod(op.Mul(op.Mul(op.Unsqueeze(lines[0], [1]), lines[1]), np.int64(4)), whole)
