@@ -2,8 +2,8 @@
 
 Each export of `models.exports` in its open form is optimised once, without sizes, and the one result is measured at
 several sizes of its dimensions, in turns with the original in one process: ratios above 1 are faster, the original
-against itself is the control (A/A), and onnxslim is beside. Rows are appended to `--jsonl` as they come, and the same
-command continues. It holds this machine's lock of measurements.
+against itself is the control (A/A), and rivals are beside: onnxslim and ONNX Runtime's optimizer for transformers. Rows
+are appended to `--jsonl` as they come, and the same command continues. It holds this machine's lock of measurements.
 
 `--rules` measures nothing: for each export, the substitutions that greedy search by roofline costs makes with open
 dimensions, and with the usual numbers in their place, by rule, where they differ.
@@ -16,7 +16,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,19 @@ SIZES: Mapping[str, Sequence[int]] = {
     "batch": (1, 2, 5),
 }
 """The sizes that are measured of a dimension, while the others have their usual ones and one batch."""
+
+
+def _transformers_optimizer(path: str, target: str) -> None:
+    """ONNX Runtime's own optimizer for transformers. It fuses by the names of families; this one fits most."""
+    from onnxruntime.transformers import optimizer
+
+    optimizer.optimize_model(path, model_type="bert", opt_level=0).save_model_to_file(target)
+
+
+RIVALS: Mapping[str, Callable[[str, str], object]] = {
+    "onnxslim": latency.SIMPLIFY["onnxslim"],
+    "transformers": _transformers_optimizer,
+}
 # CLIP has positions for 77 tokens.
 _MOST = {"clip-text": 77}
 TABLE = "open-dimensions"
@@ -62,11 +75,12 @@ def measured(name: str, options: argparse.Namespace) -> Row:
     with tempfile.TemporaryDirectory(prefix="xrlflow-bench-") as folder:
         path, variants = str(Path(folder) / "open.onnx"), {}
         onnx.save(exports.export(name, open=True), path)
-        try:
-            latency.SIMPLIFY["onnxslim"](path, slim := str(Path(folder) / "onnxslim.onnx"))
-            variants["onnxslim"] = slim
-        except Exception as error:  # a rival's failure is a result, too
-            found["onnxslim"] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        for rival, make in RIVALS.items():
+            try:
+                make(path, made := str(Path(folder) / f"{rival}.onnx"))
+                variants[rival] = made
+            except Exception as error:  # a rival's failure is a result, too
+                found[rival] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
         with measuring(lambda holder: print(f"waiting: {holder}", file=sys.stderr)):
             result = xrlflow.optimize(path, time_limit=options.time_limit, threads=options.threads)
             variants["ours"] = str(Path(folder) / "ours.onnx")
@@ -85,17 +99,17 @@ def measured(name: str, options: argparse.Namespace) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     lines = [
-        "| export | threads | sizes | original ms | A/A | onnxslim | ours |",
-        "|---|---|---|---|---|---|---|",
+        "| export | threads | sizes | original ms | A/A | onnxslim | transformers optimizer | ours |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         for entry in row["sizes"]:
             at = ", ".join(f"{name} {size}" for name, size in entry["at"].items())
             ours = "1 (original)" if row["report"]["returned_original"] else cell(entry["ours"])
-            slim = cell(entry["onnxslim"]) if "onnxslim" in entry else "fails"
+            rivals = " | ".join(cell(entry[name]) if name in entry else "fails" for name in RIVALS)
             lines.append(
                 f"| {row['name']} | {row['threads']} | {at} | {entry['original_ms']:.2f} | {cell(entry['control'])} "
-                f"| {slim} | {ours} |"
+                f"| {rivals} | {ours} |"
             )
     kept = [
         1.0 if row["report"]["returned_original"] else entry["ours"][0]

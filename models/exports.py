@@ -549,11 +549,13 @@ HELD_OUT = frozenset(
 
 
 def find(name: str) -> Export:
-    """The network called `name`."""
-    try:
-        return EXPORTS[name]
-    except KeyError:
-        raise ZooError(f"no export is called {name!r}; there are: {', '.join(EXPORTS)}") from None
+    """The network called `name`, of EXPORTS or of `models.unseen`."""
+    from models.unseen import UNSEEN  # it is declared with what this module offers
+
+    networks = {**EXPORTS, **UNSEEN}
+    if name not in networks:
+        raise ZooError(f"no export is called {name!r}; there are: {', '.join(networks)}")
+    return networks[name]
 
 
 def inputs(
@@ -584,7 +586,12 @@ def cached(
     """
     size = f"{'small' if small else 'full'}{'-open' if open else ''}"
     versions = [f"{package}{version(package)}" for package in ("torch", "transformers", "onnxscript")]
-    sources = b"".join(Path(file).read_bytes() for file in (__file__, exported.__file__))
+    files = [
+        __file__,
+        exported.__file__,
+        *([] if name in EXPORTS else [str(Path(__file__).with_name("unseen.py"))]),
+    ]
+    sources = b"".join(Path(file).read_bytes() for file in files)
     declared = hashlib.sha256(sources).hexdigest()[:12]
     return cache_folder() / "-".join(
         (find(name).name, size, str(seed), exporter, *versions, f"{declared}.onnx")

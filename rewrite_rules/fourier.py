@@ -35,6 +35,7 @@ def _fills_zeros(node: Node) -> bool:
 class DropImaginaryZeros(RegionRule, family="idioms"):
     """dft(concat(x, 0)) -> dft(x)  with real parts x and imaginary parts of 0."""
 
+    canonicalises = True
     may_add_nonfinite = True  # where x is infinite, products with 0 need not be NaN in the same places
     may_remove_nonfinite = True
     proof = "numeric"

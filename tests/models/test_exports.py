@@ -12,6 +12,7 @@ import models
 import xrlflow
 from models import exports, training
 from models.exports import EXPORTS, HELD_OUT
+from models.unseen import UNSEEN
 from tests.levels import whole
 from xrlflow.onnxio import load
 from xrlflow.verify import Status
@@ -29,7 +30,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory):
         yield folder
 
 
-@pytest.mark.parametrize("name", whole(EXPORTS, ("convnext", "llama-step", "lstm-acoustic", "segformer")))
+@pytest.mark.parametrize(
+    "name", whole([*EXPORTS, *UNSEEN], ("convnext", "fnet", "llama-step", "lstm-acoustic", "segformer"))
+)
 def test_export_runs_and_is_optimised(name: str) -> None:
     ort = pytest.importorskip("onnxruntime")
     model = exports.export(name, small=True)

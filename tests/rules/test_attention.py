@@ -48,9 +48,16 @@ def test_rotary_embedding():
     applies(rule, model(ROTARY.format("", "f, f", "q", "p"), **given), ops=ops)
     refuses(rule, model(ROTARY.format(", float[2,5,2] g", "f, g", "q", "p"), **given), "other angles")
     refuses(rule, model(ROTARY.format("", "f, f", "p", "q"), **given))
-    uneven = given | {"k": np.array([2, 2]), "i": np.array([1])}
     one_batch = ROTARY.replace("float[2,5,2] f", "float[1,5,2] f").format("", "f, f", "q", "p")
-    refuses(rule, model(one_batch, **uneven), "each position")
+    applies(rule, model(one_batch, **given))
+    open_batch = one_batch.replace("float[2,3,5,4]", "float[N,3,5,4]")
+    assert "Shape" in {n.op for n in applies(rule, model(open_batch, **given)).nodes()}
+    two_batches = one_batch.replace("float[2,3,5,4]", "float[1,3,5,4]").replace(
+        "float[1,5,2] f", "float[2,5,2] f"
+    )
+    refuses(
+        rule, model(two_batches.replace("(float[1,3,5,4] y)", "(float[2,3,5,4] y)"), **given), "each position"
+    )
 
 
 def attend(

@@ -62,6 +62,8 @@ _FOLLOWING = frozenset({"Mod", "Shrink", "ThresholdedRelu"})
 # Operators that add up only elements of their first inputs, and the number of these inputs. Their further inputs are
 # factors, sizes and positions.
 _ADDED = {"Resize": 1, "GridSample": 1, "RoiAlign": 1}
+# Roundings of the greatest number, for each number that is transformed (`_transformed`).
+_ANGLES = 4.0
 # Products whose terms get their errors from the left operand alone if the right one has this many times its elements:
 # drawing an error for each weight of a language model, for a product with one row, takes longer than everything else.
 _PRODUCTS, _LARGER = frozenset({"MatMul", "Gemm"}), 16
@@ -171,11 +173,30 @@ def _results(
         results_with_errors = evaluated(arrays)
         if node.op in _FOLLOWING:
             results_with_errors = (_followed(exact[0], results_with_errors[0], chosen(0)[0], arrays[0]),)
+        if node.op == "DFT":
+            results_with_errors = (_transformed(results_with_errors[0], node, chosen(0), unit, rng),)
         for index, (array, type) in enumerate(zip(results_with_errors, node.types)):
             if type.dtype in FLOATS:
                 noise = 1.0 if node.op in _SATURATING else _TINY
                 results[index].append(_with_error(array, _unit(type.dtype), rng, noise) if rounds else array)
     return results
+
+
+def _transformed(
+    array: Array, node: Node, inputs: Sequence[Array | None], unit: float, rng: np.random.Generator
+) -> Array:
+    """The results of a Fourier transform with the errors of ONNX Runtime's algorithm (Bluestein) for lengths that are
+    no powers of two: it computes angles up to pi n in float32. Its error was measured as 3.6 to 4.6 n roundings of the
+    greatest number, for lengths from 80 to 4,097.
+    """
+    x, length, along = (*inputs, None, None)[:3]
+    assert x is not None
+    axis = -2 if along is None else int(along.item())
+    n = x.shape[axis] if length is None else int(length.item())
+    if not array.size or n & (n - 1) == 0:
+        return array
+    greatest = np.max(np.abs(array), axis=(axis % array.ndim, -1), keepdims=True)
+    return np.asarray(array + rng.uniform(-1, 1, array.shape) * _ANGLES * n * unit * greatest)
 
 
 def _followed(exact: Array, with_error: Array, before: Array | None, after: Array | None) -> Array:
