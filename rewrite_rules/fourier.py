@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
 from rewrite_rules.axes import axis_of, front, same_dims
 from rewrite_rules.elementwise import made_by
 from rewrite_rules.examples import graphs
-from rewrite_rules.reading import carrier_of
+from rewrite_rules.reading import carrier_of, most_of
 from xrlflow.ir import ABSENT, Dim, DType, Node, TensorType, Value
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, profitable, require
 
@@ -80,11 +81,21 @@ class DropImaginaryZeros(RegionRule, family="idioms"):
         return op.DFT(x, *others, attrs=region.data)
 
 
+def _bounded(shape: str, result: str, table: str, transform: str) -> str:
+    """The text of a graph in which N is 31 at most: the first N numbers of a table of 31 are added to the input."""
+    numbers = ",".join(map(str, range(31)))
+    return (
+        f"(float[{shape}] z) => (float[{result}] y) <float[{table}] t = {{{numbers}}}> "
+        f"{{ n = Shape<start=1,end=2>(z) p = Slice(t, [0], n, [1]) x = Add(z, p) y = {transform} }}"
+    )
+
+
 class ReplaceDFTByMatMul(RegionRule, family="idioms"):
     """dft(x) -> x @ f  with the matrix f of the roots of unity, for the last axis before that of complex numbers; for
     another axis behind a transpose.
 
-    For an open length n, f is computed: exp(-2 pi i (j k mod n) / n), once for all axes of this length.
+    For an open length n, f is computed: exp(-2 pi i (j k mod n) / n), once for all axes of this length. The model must
+    bound it: n x n numbers of a recording would not fit into any memory.
     """
 
     backend = "onnxruntime"
@@ -94,19 +105,22 @@ class ReplaceDFTByMatMul(RegionRule, family="idioms"):
     relies_on = "the definition of the transform"
     dtypes = frozenset({DType.FLOAT})
     anchors = ("DFT",)
+    survivors: ClassVar[Mapping[str, str]] = {
+        "attribute axis of Concat (call 39)": "for a length of 1 the numbers of the matrix lie the same"
+    }
     examples = graphs(
         "(float[N,3,5,1] x) => (float[N,3,5,2] y) { y = DFT(x, , 2) }",
         "(float[N,3,5,2] x) => (float[N,3,5,2] y) { y = DFT(x, , 1) }",
         "(float[N,6,1] x) => (float[N,4,2] y) { y = DFT<onesided=1>(x) }",
         "(float[2,3,5,2] x) => (float[2,3,5,2] y) { y = DFT<inverse=1>(x, 5) }",
-        "(float[2,N,3,2] x) => (float[2,N,3,2] y) { y = DFT(x, , 1) }",
-        "(float[3,N,1] x) => (float[3,N,2] y) { y = DFT(x, , -2) }",
+        _bounded("2,N,3,2", "2,N,3,2", "1,31,1,1", "DFT(x, , 1)"),
+        _bounded("3,N,1", "3,N,2", "1,31,1", "DFT(x, , -2)"),
     )
     near_misses = graphs(
         "(float[2,3,5,2] x) => (float[2,3,4,2] y) { y = DFT(x, 4) }",
         "(float[2,5,2] x) => (float[2,8,1] y) { y = DFT<inverse=1,onesided=1>(x) }",
-        "(float[2,N,3,2] x) => (float[2,N,3,2] y) { y = DFT<inverse=1>(x, , 1) }",
-        "(float[2,N,3,1] x) => (float[2,M,3,2] y) { y = DFT<onesided=1>(x, , 1) }",
+        _bounded("2,N,3,2", "2,N,3,2", "1,31,1,1", "DFT<inverse=1>(x, , 1)"),
+        _bounded("2,N,3,1", "2,M,3,2", "1,31,1,1", "DFT<onesided=1>(x, , 1)"),
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -130,6 +144,9 @@ class ReplaceDFTByMatMul(RegionRule, family="idioms"):
             return Region(node.outputs, (x,), (node,), (axis, inverse, onesided, None))
         require(length == ABSENT, "the signal may be cut off or filled up")
         require(not inverse and not onesided, "the length is open")
+        # The matrix has the square of the length.
+        most = most_of(reader, size)
+        profitable(most is not None and most * most <= _MOST_NUMBERS, "the length is open, and may be large")
         sized, at = carrier_of(reader, x, axis)
         return Region(node.outputs, (x, sized), (node,), (axis, False, False, at))
 

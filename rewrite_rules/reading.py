@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from rewrite_rules.elementwise import keeps_shape, made_by
 from rewrite_rules.reshape import VIEWS
-from xrlflow.ir import ABSENT, Node, Value
+from xrlflow.ir import ABSENT, Dim, Node, Value, dims
 from xrlflow.rewrite import Reader, Val, profitable, require
 
 
@@ -44,6 +44,27 @@ def carrier_of(reader: Reader, value: Value, axis: int) -> tuple[Value, int]:
         if size in shape:
             return each, shape.index(size)
     return value, axis
+
+
+def most_of(reader: Reader, size: Dim) -> int | None:
+    """The greatest number that an open dimension is where the model runs; None if none is known.
+
+    A table of 512 positions bounds the length of a text: the first `min(512, length)` of them are added to `length`
+    words, which fails for more.
+    """
+    if not isinstance(size, str):
+        return size
+    for node in reader.graph.nodes():
+        if node.op not in ("Add", "Mul", "Expand"):
+            continue
+        for value in node.inputs:
+            parts = zip(reversed(reader.type(value).shape or ()), reversed(node.types[0].shape or ()))
+            for part in (a for a, whole in parts if whole == size != a and isinstance(a, str)):
+                most = dims.value(part, {size: 1 << 40})
+                least = None if most is None else dims.dim(dims.minimum(dims.symbol(size), most))
+                if most is not None and 1 < most < 1 << 40 and dims.equal(part, least):
+                    return most
+    return None
 
 
 def operands(node: Node | None) -> list[tuple[Value, Value]]:

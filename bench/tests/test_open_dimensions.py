@@ -19,6 +19,8 @@ def test_an_original_counts_as_one() -> None:
         for name, original in (("a", False), ("b", True))
     ]
     text = bench.table(rows)
-    assert "| a | 2 | length 16 | 2.00 | 1.000 [0.900, 1.100] | fails | fails | 2.000 [1.900, 2.100] |" in text
+    assert (
+        "| a | 2 | length 16 | 2.00 | 1.000 [0.900, 1.100] | fails | fails | 2.000 [1.900, 2.100] |" in text
+    )
     assert "| b | 2 | length 16 | 2.00 | 1.000 [0.900, 1.100] | fails | fails | 1 (original) |" in text
     assert "Geometric mean of 2 rows: 1.414, least 1.000." in text
