@@ -2,7 +2,7 @@
 
     y = Attention(q, k, v)  ->  y = If(no size is 0) { Attention(q, k, v) } else { zeros }
 
-A graph has the operator alone (`xrlflow.ops.empty.guarded`), so that rules and costs see it; only its file has the
+A graph has the operator alone (`xrlflow.ops.empty.where_empty`), so that rules and costs see it; only its file has the
 branch. The operator's weights and inputs stay outside of it. It costs some microseconds for each run.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import onnx
 from onnx.helper import make_attribute, make_graph, make_node, make_tensor, make_tensor_value_info
 
-from xrlflow.ir import ABSENT, Graph, Node, TensorType, dims
-from xrlflow.ops.empty import Size, guarded, needed, sizes_needed
+from xrlflow.ir import ABSENT, Dim, Graph, Node, TensorType, dims
+from xrlflow.ops.empty import InputAxis, Size, needed, sizes_needed, where_empty
 
 
 def surely_filled(graph: Graph) -> frozenset[Size]:
@@ -22,16 +22,16 @@ def surely_filled(graph: Graph) -> frozenset[Size]:
     found = set(sizes_needed(graph, graph.nodes()))
     for node in graph.nodes():
         types = [None if v == ABSENT else graph.type(v) for v in node.explicit_inputs]
-        found.update(size for size in _sizes(node, types) if size is not None)
+        found.update(size for _, size in _sizes(node, types) if size is not None)
     return frozenset(found)
 
 
-def _sizes(node: Node, types: Sequence[TensorType | None]) -> Iterator[int | str | None]:
-    """The sizes that a guarded operator needs; None for an unknown one."""
-    if guarded(node.op, types, len(node.outputs)):
+def _sizes(node: Node, types: Sequence[TensorType | None]) -> Iterator[tuple[int, Dim]]:
+    """The inputs, each with a size that it needs (None: unknown), of an operator that gets a branch."""
+    if where_empty(node.op, types, node.types) is not None:
         for index, axis in needed(node.op, node.attrs, types):
             shape = None if (type := types[index]) is None else type.shape
-            yield None if shape is None else shape[axis]
+            yield index, None if shape is None else shape[axis]
 
 
 FOR_EMPTY = "xrlflow.empty."
@@ -53,38 +53,54 @@ class Branches:
     ) -> Iterator[onnx.NodeProto]:
         """The nodes to write for a node with inputs of these types: itself, or a branch around it."""
         filled = self.filled
-        sizes = () if filled is None else [s for s in _sizes(node, types) if not dims.positive(s, filled)]
-        if not sizes:
+        sizes = () if filled is None else [s for s in _sizes(node, types) if not dims.positive(s[1], filled)]
+        shapes = where_empty(node.op, types, node.types) if sizes else None
+        if shapes is None:
             yield written
             return
-        known = frozenset(s for s in sizes if isinstance(s, str))
-        condition = self.conditions.get(known) if len(known) == len(set(sizes)) else None
+        known = frozenset(size for _, size in sizes if isinstance(size, str))
+        shared = len(known) == len({size for _, size in sizes})
+        condition = self.conditions.get(known) if shared else None
         if condition is None:
-            counts = [self.fresh("elements") for _ in range(3)]
+            counts = {written.input[index]: self.fresh("elements") for index, _ in sizes}
             least, condition = self.fresh("least_elements"), self.fresh("not_empty")
-            for name, count in zip(written.input, counts):
+            for name, count in counts.items():
                 yield make_node("Size", [name], [count])
-            yield make_node("Min", counts, [least])
+            yield make_node("Min", list(counts.values()), [least])
             yield make_node("Cast", [least], [condition], to=onnx.TensorProto.BOOL)
-            if len(known) == len(set(sizes)):
+            if shared:
                 self.conditions[known] = condition
-        (result,) = written.output
-        inside, zeros, shape = (self.fresh(f"{result}_{part}") for part in ("filled", "empty", "shape"))
-        lead, last = self.fresh(f"{result}_lead"), self.fresh(f"{result}_last")
-        query, _, value = written.input[:3]
-        dtype = int(node.types[0].dtype)
-        zero = make_tensor("zero", dtype, [1], [0.0])
         operator = onnx.NodeProto()
         operator.CopyFrom(written)
-        operator.output[0] = inside
-        empty = [
-            make_node("Shape", [query], [lead], end=3),
-            make_node("Shape", [value], [last], start=3),
-            make_node("Concat", [lead, last], [shape], axis=0),
-            make_node("ConstantOfShape", [shape], [zeros], value=zero),
-        ]
-        branch = make_node("If", [condition], [result], name=FOR_EMPTY + result)
-        for name, nodes, output in (("then_branch", [operator], inside), ("else_branch", empty, zeros)):
-            body = make_graph(nodes, name, [], [make_tensor_value_info(output, dtype, [None] * 4)])
-            branch.attribute.append(make_attribute(name, body))
+        zeros: list[onnx.NodeProto] = []
+        outputs: dict[str, tuple[str, str, TensorType]] = {}  # with the names inside of the branches
+        for at, (result, shape, type) in enumerate(zip(written.output, shapes, node.types)):
+            if result:
+                inside, empty = self.fresh(f"{result}_filled"), self.fresh(f"{result}_empty")
+                zeros.extend(self._zeros(written, shape, int(type.dtype), empty))
+                operator.output[at] = inside
+                outputs[result] = inside, empty, type
+        branch = make_node("If", [condition], list(outputs), name=FOR_EMPTY + next(iter(outputs)))
+        for side, (name, nodes) in enumerate((("then_branch", [operator]), ("else_branch", zeros))):
+            infos = [
+                make_tensor_value_info(names[side], int(type.dtype), [None] * (type.rank or 0))
+                for *names, type in outputs.values()
+            ]
+            branch.attribute.append(make_attribute(name, make_graph(nodes, name, [], infos)))
         yield branch
+
+    def _zeros(
+        self, written: onnx.NodeProto, shape: Sequence[int | InputAxis], dtype: int, empty: str
+    ) -> Iterator[onnx.NodeProto]:
+        """The nodes that compute the zeros `empty` of a shape."""
+        parts = []
+        for size in shape:
+            parts.append(self.fresh(f"{empty}_size"))
+            if isinstance(size, int):
+                yield make_node("Constant", [], parts[-1:], value_ints=[size])
+            else:
+                index, axis = size
+                yield make_node("Shape", [written.input[index]], parts[-1:], start=axis, end=axis + 1)
+        whole = self.fresh(f"{empty}_shape")
+        yield make_node("Concat", parts, [whole], axis=0)
+        yield make_node("ConstantOfShape", [whole], [empty], value=make_tensor("zero", dtype, [1], [0.0]))

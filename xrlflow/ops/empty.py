@@ -30,15 +30,15 @@ def needed(op: str, attrs: Attrs, types: Types, surely: bool = False) -> Iterato
 def sizes_needed(
     graph: Graph, nodes: Iterable[Node], new_types: Mapping[Value, TensorType] | None = None
 ) -> Iterator[Size]:
-    """The dimensions that must be at least 1 for these nodes to run, `guarded` ones aside. `new_types`: types of values
-    that the graph lacks; if it is given, also dimensions that may have to be.
+    """The dimensions that must be at least 1 for these nodes to run; nodes that get a branch need none (`where_empty`).
+    `new_types`: types of values that the graph lacks; if it is given, also dimensions that may have to be.
     """
     surely = new_types is None
     types_of = {} if new_types is None else new_types
     for node in nodes:
         if node.op in NEEDING:
             types = [None if v == ABSENT else types_of.get(v) or graph.type(v) for v in node.explicit_inputs]
-            if guarded(node.op, types, len(node.outputs)):
+            if where_empty(node.op, types, node.types) is not None:
                 continue
             for index, axis in needed(node.op, node.attrs, types, surely):
                 shape = None if (type := types[index]) is None else type.shape
@@ -46,15 +46,29 @@ def sizes_needed(
                 yield (node.inputs[index], axis) if size is None else size
 
 
-def guarded(op: str, types: Types, outputs: int) -> bool:
-    """Whether the result of an operator is nothing but zeros if a size that it needs is 0. The exporter then writes a
-    branch around it, which computes these zeros. So it needs no size.
+def where_empty(op: str, types: Types, results: Sequence[TensorType]) -> list[list[int | InputAxis]] | None:
+    """The shapes of an operator's results where a size that it needs is 0, if these results are zeros then, or have no
+    elements: numbers, and axes of inputs. The exporter writes a branch around such an operator, so it needs no sizes.
+    None for other operators. `results`: the types of its outputs.
 
-    `outputs`: how many outputs it has. The result of attention is empty itself, or the sum over no keys.
+    Attention to no keys is a sum over nothing. A recurrent network of an empty batch has no results.
     """
-    return (
-        op == "Attention" and outputs == 1 and len(types) <= 4 and all(t and t.rank == 4 for t in types[:3])
-    )
+    if op == "Attention":
+        plain = len(results) == 1 and len(types) <= 4 and all(t and t.rank == 4 for t in types[:3])
+        return [[(0, 0), (0, 1), (0, 2), (2, 3)]] if plain else None
+    x = types[0].shape if op in ("LSTM", "GRU") and types[0] is not None else None
+    if x is None or len(x) != 3 or not isinstance(x[1], str) or not (_some(x[0]) and _some(x[2])):
+        return None
+    shapes: list[list[int | InputAxis]] = []
+    for type in results:
+        if type.shape is None or not all(isinstance(d, int) or d == x[1] for d in type.shape):
+            return None
+        shapes.append([d if isinstance(d, int) else (0, 1) for d in type.shape])
+    return shapes
+
+
+def _some(size: Dim) -> bool:
+    return isinstance(size, int) and size > 0
 
 
 def _axes(types: Types, index: int, start: int = 0) -> Iterator[InputAxis]:
