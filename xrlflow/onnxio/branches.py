@@ -21,9 +21,12 @@ def surely_filled(graph: Graph) -> frozenset[Size]:
     """The dimensions that are at least 1 whenever a model runs."""
     found = set(sizes_needed(graph, graph.nodes()))
     for node in graph.nodes():
-        types = [None if v == ABSENT else graph.type(v) for v in node.explicit_inputs]
-        found.update(size for _, size in _sizes(node, types) if size is not None)
+        found.update(size for _, size in _sizes(node, _types(graph, node)) if size is not None)
     return frozenset(found)
+
+
+def _types(graph: Graph, node: Node) -> list[TensorType | None]:
+    return [None if v == ABSENT else graph.type(v) for v in node.explicit_inputs]
 
 
 def _sizes(node: Node, types: Sequence[TensorType | None]) -> Iterator[tuple[int, Dim]]:
@@ -48,11 +51,9 @@ class Branches:
         self.filled, self.fresh = filled, fresh
         self.conditions: dict[frozenset[str], str] = {}
 
-    def around(
-        self, written: onnx.NodeProto, node: Node, types: Sequence[TensorType | None]
-    ) -> Iterator[onnx.NodeProto]:
-        """The nodes to write for a node with inputs of these types: itself, or a branch around it."""
-        filled = self.filled
+    def around(self, written: onnx.NodeProto, node: Node, graph: Graph) -> Iterator[onnx.NodeProto]:
+        """The nodes to write for a node of a graph: itself, or a branch around it."""
+        filled, types = self.filled, _types(graph, node)
         sizes = () if filled is None else [s for s in _sizes(node, types) if not dims.positive(s[1], filled)]
         shapes = where_empty(node.op, types, node.types) if sizes else None
         if shapes is None:

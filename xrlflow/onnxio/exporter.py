@@ -430,9 +430,7 @@ class _Writer:
         )
         branches = Branches(filled, self._fresh)
         for node in plan.nodes:
-            written = self._node(node, names)
-            types = [None if v == ABSENT else graph.type(v) for v in node.explicit_inputs]
-            out.node.extend(branches.around(written, node, types))
+            out.node.extend(branches.around(self._node(node, names), node, graph))
             if sizes_from_data(node.op):
                 out.value_info.extend(v for v in self._sizes(graph, node, names) if v.name not in declared)
         for name, value in aliases:
