@@ -301,7 +301,16 @@ _TOTAL = frozenset(
         "Identity",
         "Shape",
     )
-    + ("Size", "Squeeze", "Unsqueeze", "Flatten", "LayerNormalization", "RMSNormalization", "Conv")
+    + (
+        "Size",
+        "Squeeze",
+        "Unsqueeze",
+        "Flatten",
+        "LayerNormalization",
+        "RMSNormalization",
+        "Conv",
+        "Attention",
+    )
     + tuple(f"Reduce{name}" for name in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare"))
 )
 _QUANTISING = frozenset(("QuantizeLinear", "DequantizeLinear"))  # they stay next to what they quantise

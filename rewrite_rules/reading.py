@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from rewrite_rules.elementwise import keeps_shape, made_by
 from rewrite_rules.reshape import VIEWS
-from xrlflow.ir import ABSENT, Dim, Node, Value, dims
+from xrlflow.ir import ABSENT, Dim, DType, Node, Value, dims
 from xrlflow.rewrite import Reader, Val, profitable, require
 
 
@@ -34,16 +34,25 @@ def is_number(reader: Reader, value: Value, number: float, partner: Value) -> bo
     return actual is not None and math.isclose(actual, number, rel_tol=1e-6)
 
 
+# Types of which ONNX Runtime can tell the shape.
+_SIZED = frozenset({DType.FLOAT, DType.DOUBLE, DType.INT32, DType.INT64, DType.BOOL, DType.UINT8})
+
+
 def carrier_of(reader: Reader, value: Value, axis: int) -> tuple[Value, int]:
-    """A value and its axis with the size that this value has at `axis`: an input of the model if one has this size, so
-    that whatever is computed of it is computed once; else the value itself.
+    """A value and its axis with the size that this value has at `axis`: an input of the model if the value is computed
+    from one of this size, so that whatever is computed of the size is computed once; else the value itself.
     """
     size = (reader.type(value).shape or ())[axis]
-    for each in reader.graph.inputs if isinstance(size, str) else ():
-        shape = reader.type(each).shape or ()
-        if size in shape:
-            return each, shape.index(size)
-    return value, axis
+    shapes = {v: reader.type(v).shape or () for v in reader.graph.inputs} if isinstance(size, str) else {}
+    carriers = {v: s.index(size) for v, s in shapes.items() if size in s and reader.type(v).dtype in _SIZED}
+    visited = {value}
+    work = [value] if carriers else []
+    for each in work:
+        node = reader.graph.producers.get(each)
+        new = [] if node is None else [v for v in node.inputs if v != ABSENT and v not in visited]
+        visited.update(new)
+        work.extend(new)
+    return next(((v, at) for v, at in carriers.items() if v in visited), (value, axis))
 
 
 def most_of(reader: Reader, size: Dim) -> int | None:

@@ -225,6 +225,40 @@ def test_one_condition_serves_all_branches_of_the_same_sizes() -> None:
     assert (operators(result).count("If"), operators(result).count("Size")) == (2, 3)
 
 
+@pytest.mark.parametrize(("opset", "fuses"), [(17, False), (23, True), (24, False), (None, True)])
+def test_no_operator_is_put_in_that_the_named_opset_lacks(opset: int | None, fuses: bool) -> None:
+    (original,) = map(model, graphs(ATTENTION))
+    result = xrlflow.optimize(
+        original,
+        search="greedy",
+        cost=Roofline(),
+        measure=False,
+        threads=1,
+        only=["FuseAttention"],
+        opset=opset,
+    )
+    assert ("If" in operators(result.model)) == fuses
+    assert result.report.verified
+
+
+def test_an_attention_in_a_body_of_the_users_own_gets_no_branch() -> None:
+    source = """agraph (float[N,2,Q,4] q, int64 n) => (float[N,2,Q,4] y) <bool c = {1}> {
+      y = Loop(n, c, q) <body = b (int64 i, bool go, float[N,2,Q,4] s) => (bool on, float[N,2,Q,4] t)
+        { on = Identity(go) t = Attention(s, s, s) }> }"""
+    imported = load(model(source))
+    (loop,) = to_proto(imported, imported.graph).graph.node
+    assert [n.op_type for a in loop.attribute for n in a.g.node] == ["Identity", "Attention"]
+
+
+def test_an_attention_that_is_the_same_in_each_step_leaves_the_loop() -> None:
+    source = """agraph (float[N,2,Q,4] q, int64 n) => (float[N,2,Q,4] y) <bool c = {1}> {
+      y = Loop(n, c, q) <body = b (int64 i, bool go, float[N,2,Q,4] s) => (bool on, float[N,2,Q,4] t)
+        { on = Identity(go) a = Attention(q, q, q) t = Add(s, a) }> }"""
+    result, graph = rewritten(RULES["MoveInvariantsOutOfLoop"], model(source))
+    assert "Attention" in {node.op for node in graph.nodes()}
+    assert "If" in operators(result), "with no steps the original runs at sizes of 0"
+
+
 def test_an_attention_of_the_users_own_gets_no_branch() -> None:
     source = "agraph (float[N,2,Q,4] q, float[N,2,K,4] k, float[N,2,K,4] v) => (float[N,2,Q,4] y) "
     imported = load(model(source + "{ a = Attention(q, k, v) b = Neg(a) y = Neg(b) }"))

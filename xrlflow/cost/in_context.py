@@ -24,6 +24,7 @@ from xrlflow.ir import ABSENT, DType, Edit, Graph, Node, TensorType, Value, appl
 from xrlflow.onnxio.versions import at_least
 from xrlflow.ops.schema import OPSET
 from xrlflow.ops.subgraph import NotStandalone, input_name, model_of
+from xrlflow.ops.tensors import dtype_of
 from xrlflow.ops.work import OpKind, dimensions, work
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.rewrite.state import build_edit
@@ -174,6 +175,9 @@ class InContextBenchmark:
         before, after = excerpts(graph, edit, self._bindings)
         feeds: dict[Value, npt.NDArray[Any]] = {}
         consts: dict[Value, npt.NDArray[Any]] = {}
+        for excerpt in (before, after):
+            self._draw(excerpt, feeds, consts)
+        # Both models have the inputs of either, since both get the same feeds.
         models = [self._model(excerpt, feeds, consts) for excerpt in (before, after)]
         comparison = measure(
             models, {input_name(v): a for v, a in feeds.items()}, threads=self._threads,
@@ -183,19 +187,17 @@ class InContextBenchmark:
         seconds = comparison.latencies[0].seconds * (1.0 - 1.0 / ratio.median)
         return Gain(seconds, ratio.low > 1.0 or ratio.high < 1.0)
 
-    def _model(
+    def _draw(
         self, excerpt: Excerpt, feeds: dict[Value, npt.NDArray[Any]], consts: dict[Value, npt.NDArray[Any]]
-    ) -> bytes:
-        """A model of the excerpt. The values that it reads are added to `feeds` (inputs) and `consts` (constants)."""
+    ) -> None:
+        """Add what an excerpt reads to `feeds` (inputs) and `consts` (constants)."""
         graph = excerpt.graph
         computed = {v for node in excerpt.nodes for v in node.outputs}
-        reads: dict[Value, None] = {}
         for node in excerpt.nodes:
             in_types = tuple(graph.type(v) if v != ABSENT else None for v in node.inputs)
             if not is_bound((*in_types, *node.types), self._bindings):
                 raise NotStandalone(f"{node.op} has a dimension that has no number")
             needed = [v for v in node.inputs if v != ABSENT and v not in computed]
-            reads.update(dict.fromkeys(needed))
             new = {v for v in needed if v not in feeds and v not in consts}
             if not new:
                 continue
@@ -206,9 +208,20 @@ class InContextBenchmark:
             inputs, weights = sample_inputs(node, in_types, constants, self._bindings)
             feeds.update((v, a) for v, a in inputs.items() if v in new)
             consts.update((v, a) for v, a in weights.items() if v in new)
-        types = {v: TensorType(graph.type(v).dtype, feeds[v].shape) for v in reads if v in feeds}
-        model = model_of(excerpt.nodes, types, {v: consts[v] for v in reads if v in consts}, excerpt.outputs)
-        types_by_name = {input_name(v): graph.type(v) for v in (*reads, *computed)}
+
+    def _model(
+        self,
+        excerpt: Excerpt,
+        feeds: Mapping[Value, npt.NDArray[Any]],
+        consts: Mapping[Value, npt.NDArray[Any]],
+    ) -> bytes:
+        graph = excerpt.graph
+        inside = {v for node in excerpt.nodes for v in (*node.inputs, *node.outputs) if v != ABSENT}
+        types = {v: TensorType(dtype_of(array.dtype), array.shape) for v, array in feeds.items()}
+        model = model_of(
+            excerpt.nodes, types, {v: a for v, a in consts.items() if v in inside}, excerpt.outputs
+        )
+        types_by_name = {input_name(v): graph.type(v) for v in inside}
         return at_least(model, types_by_name, self._opset)
 
 

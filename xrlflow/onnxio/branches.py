@@ -8,21 +8,39 @@ branch. The operator's weights and inputs stay outside of it. It costs some micr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import onnx
 from onnx.helper import make_attribute, make_graph, make_node, make_tensor, make_tensor_value_info
 
-from xrlflow.ir import ABSENT, Dim, Graph, Node, TensorType, dims
+from xrlflow.ir import ABSENT, Body, Dim, Graph, Node, TensorType, Value, dims
 from xrlflow.ops.empty import InputAxis, Size, needed, sizes_needed, where_empty
 
 
-def surely_filled(graph: Graph) -> frozenset[Size]:
-    """The dimensions that are at least 1 whenever a model runs."""
-    found = set(sizes_needed(graph, graph.nodes()))
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a model has itself: the operators in it, and the dimensions that are at least 1 whenever it runs."""
+
+    nodes: frozenset[Value]
+    filled: frozenset[Size]
+
+    @staticmethod
+    def of(graph: Graph) -> Own:
+        filled = set(sizes_needed(graph, graph.nodes()))
+        for node in graph.nodes():
+            filled.update(size for _, size in _sizes(node, _types(graph, node)) if size is not None)
+        return Own(frozenset(_nodes(graph)), frozenset(filled))
+
+
+def _nodes(graph: Graph) -> Iterator[Value]:
+    """The ids of the operators that can get a branch, in bodies too."""
     for node in graph.nodes():
-        found.update(size for _, size in _sizes(node, _types(graph, node)) if size is not None)
-    return frozenset(found)
+        if where_empty(node.op, _types(graph, node), node.types) is not None:
+            yield node.id
+        for attr in node.attrs.values():
+            if isinstance(attr, Body):
+                yield from _nodes(attr.graph)
 
 
 def _types(graph: Graph, node: Node) -> list[TensorType | None]:
@@ -44,17 +62,18 @@ FOR_EMPTY = "xrlflow.empty."
 class Branches:
     """Writes the branches of one graph.
 
-    `filled`: dimensions that are at least 1, or None if all are. `fresh`: makes a name that is used nowhere.
+    `own`: what the model has, which gets no branches; None if nothing does. `fresh`: makes a name that is used nowhere.
     """
 
-    def __init__(self, filled: Collection[Size] | None, fresh: Callable[[str], str]) -> None:
-        self.filled, self.fresh = filled, fresh
+    def __init__(self, own: Own | None, fresh: Callable[[str], str]) -> None:
+        self.own, self.fresh = own, fresh
         self.conditions: dict[frozenset[str], str] = {}
 
     def around(self, written: onnx.NodeProto, node: Node, graph: Graph) -> Iterator[onnx.NodeProto]:
         """The nodes to write for a node of a graph: itself, or a branch around it."""
-        filled, types = self.filled, _types(graph, node)
-        sizes = () if filled is None else [s for s in _sizes(node, types) if not dims.positive(s[1], filled)]
+        own, types = self.own, _types(graph, node)
+        new = own is not None and node.id not in own.nodes
+        sizes = [s for s in _sizes(node, types) if not dims.positive(s[1], own.filled)] if own and new else []
         shapes = where_empty(node.op, types, node.types) if sizes else None
         if shapes is None:
             yield written

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -28,7 +28,7 @@ from xrlflow.ir import (
     dims,
 )
 from xrlflow.onnxio import declared, protos, versions
-from xrlflow.onnxio.branches import FOR_EMPTY, Branches, surely_filled
+from xrlflow.onnxio.branches import Branches, Own
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.external_data import replacing_model
 from xrlflow.onnxio.inference import REFUSED, infer_shapes
@@ -37,7 +37,6 @@ from xrlflow.onnxio.shapes import without_computed
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
 from xrlflow.onnxio.wire import StreamedTensor, write_model
 from xrlflow.ops import weights
-from xrlflow.ops.empty import Size
 from xrlflow.ops.infer import (
     InferenceError,
     attr_proto,
@@ -343,7 +342,7 @@ class _Writer:
         self.handles: dict[int, tuple[TensorHandle, str]] = {}
         self.contents: dict[tuple[TensorType, bytes], str] = {}  # names of computed constants
         self.types: dict[str, TensorType] = {}  # of all values
-        self.filled = None if model.nonempty else surely_filled(model.graph)
+        self.own = None if model.nonempty else Own.of(model.graph)
         self.later: dict[
             str, int
         ] = {}  # title of each node that the canonical opset lacks -> the opset that has it
@@ -360,7 +359,7 @@ class _Writer:
                     self.symbols.setdefault(dim, dim_proto.dim_param or dim)
         for name, const in self.model.overridable.items():
             out.initializer.append(tensor_proto(name, const))
-        self._graph(graph, out, names, declared, self.filled, self._claims(graph))
+        self._graph(graph, out, names, declared, self._claims(graph))
 
     def _claims(self, graph: Graph) -> set[str]:
         """Names of outputs whose declared sizes cannot be inferred, and that have more readers than in the original.
@@ -382,11 +381,10 @@ class _Writer:
         out: onnx.GraphProto,
         names: dict[Value, str],
         declared: list[str],
-        filled: Collection[Size] | None,
         claims: AbstractSet[str] = frozenset(),
     ) -> None:
         """Write nodes and initialisers of a graph. `names` has the names of its inputs, `declared` those of its
-        outputs. `filled`: dimensions that need no branch for a size of 0; None: none does.
+        outputs.
 
         Nodes read outputs in `claims` under another name, which has no declared type.
         """
@@ -428,7 +426,7 @@ class _Writer:
         self.types.update(
             (name, graph.type(value)) for value, name in names.items() if value in live and name
         )
-        branches = Branches(filled, self._fresh)
+        branches = Branches(self.own, self._fresh)
         for node in plan.nodes:
             out.node.extend(branches.around(self._node(node, names), node, graph))
             if sizes_from_data(node.op):
@@ -505,15 +503,12 @@ class _Writer:
             outputs.pop()
         inputs = ["" if v == ABSENT else names[v] for v in node.explicit_inputs]
         proto = onnx.NodeProto(op_type=op, domain=domain or None, input=inputs, output=outputs)
-        label = self.model.labels.get(node.id)
-        # The branch of an earlier result is there already.
-        filled = None if label is not None and label.name.startswith(FOR_EMPTY) else self.filled
         captured = iter(node.inputs[len(node.explicit_inputs) :])
         for name, attr in node.attrs.items():
             if not isinstance(attr, Body):
                 proto.attribute.append(attr_proto(name, attr))
                 continue
-            body = self._body(attr, [names[next(captured)] for _ in attr.captured], filled)
+            body = self._body(attr, [names[next(captured)] for _ in attr.captured])
             if not name.endswith("]"):
                 proto.attribute.append(onnx.helper.make_attribute(name, body))
                 continue
@@ -521,6 +516,7 @@ class _Writer:
             if not proto.attribute or proto.attribute[-1].name != name:
                 proto.attribute.add(name=name, type=onnx.AttributeProto.GRAPHS)
             proto.attribute[-1].graphs.append(body)
+        label = self.model.labels.get(node.id)
         if label is not None and label.op == node.op:
             if label.name:
                 proto.name = label.name
@@ -534,7 +530,7 @@ class _Writer:
             self.later[versions.title(proto)] = later
         return proto
 
-    def _body(self, body: Body, outer: list[str], filled: Collection[Size] | None) -> onnx.GraphProto:
+    def _body(self, body: Body, outer: list[str]) -> onnx.GraphProto:
         graph = body.graph
         out = onnx.GraphProto(name=body.name or "body")
         formals = graph.inputs[: len(graph.inputs) - len(body.captured)]
@@ -546,7 +542,7 @@ class _Writer:
         for at, value in enumerate(graph.outputs):
             declared.append(self._fresh(graph.leaves.names.get(value) or f"out_{at}"))
             out.output.append(_info(declared[-1], graph.type(value)))
-        self._graph(graph, out, names, declared, filled)
+        self._graph(graph, out, names, declared)
         return out
 
 

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx.defs
+
 from rewrite_rules import LIBRARY
 from rewrite_rules.placement import PLACEMENT, Loses, placement_rules
 from xrlflow.backends import BackendError
@@ -21,6 +23,7 @@ from xrlflow.backends.tvm import Tvm
 from xrlflow.backends.tvm.lowering.importer import check_sizes
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import ImportedModel, Source, load
+from xrlflow.ops.schema import OPSET, split_op
 from xrlflow.options import NONEMPTY, SATURATES, VNNI, OptionError, Options, check_seed
 from xrlflow.pipeline.factories import factory_of
 from xrlflow.pipeline.trace import read_trace
@@ -45,8 +48,21 @@ def library_for(options: Options) -> Library:
     return Library(
         [rule for rule in selected if placed or rule not in placing], backend=options.runtime,
         contrib=options.backend_ops, assuming=(*options.assumptions, *_of_the_processor(options)),
-        runs=runs if options.compiling else None, least_size=int(NONEMPTY in options.assumptions),
+        runs=runs if options.compiling else _written_at(options.opset), least_size=int(NONEMPTY in options.assumptions),
     )  # fmt: skip
+
+
+def _written_at(opset: int | None) -> Callable[[str], bool] | None:
+    """Whether an operator can be in a file of this opset, if the user names one: it has to be defined there, and by the
+    definition of our graphs."""
+
+    def written(op: str) -> bool:
+        domain, name = split_op(op)
+        if domain or opset is None or not onnx.defs.has(name, OPSET):
+            return True
+        return onnx.defs.has(name, opset) and onnx.defs.get_schema(name, opset).since_version <= OPSET
+
+    return None if opset is None or opset == OPSET else written
 
 
 def _of_the_processor(options: Options) -> tuple[str, ...]:

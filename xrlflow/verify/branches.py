@@ -52,7 +52,7 @@ class Watch:
     """An instrumented model. `reached`: the arms that its runs have taken so far."""
 
     arms: tuple[Arm, ...]
-    runner: Runner
+    runner: Runner | None  # None: there is nothing to watch
     reached: set[Arm] = field(default_factory=set)
 
     @property
@@ -61,6 +61,8 @@ class Watch:
 
     def run(self, feeds: Mapping[str, Any], limit: float | None = None) -> bool:
         """Run the model. Returns whether an arm is reached for the first time; False if the run fails."""
+        if self.runner is None:
+            return False
         try:
             counts = self.runner.run(feeds, limit)
         except BackendError:
@@ -124,10 +126,11 @@ def _constants(graph: Graph, values: tuple[Value, ...]) -> set[float]:
 def watched(
     model: Model, *, threads: int | None = None, session_options: Options | None = None
 ) -> Iterator[Watch]:
-    """The instrumented model, in a session that is closed at the end of the block. Raises BackendError, also if there
-    is nothing to count.
-    """
+    """The instrumented model, in a session that is closed at the end of the block. Raises BackendError."""
     proto, arms = instrumented(_read(model))
+    if not arms:
+        yield Watch((), None)
+        return
     with opened(proto, threads=threads, session_options=session_options) as runner:
         yield Watch(arms, runner)
 

@@ -192,7 +192,8 @@ def _transformed(
     x, length, along = (*inputs, None, None)[:3]
     assert x is not None
     axis = -2 if along is None else int(along.item())
-    n = x.shape[axis] if length is None else int(length.item())
+    half = integer(node.attrs, "inverse", 0) and integer(node.attrs, "onesided", 0)
+    n = (2 * (x.shape[axis] - 1) if half else x.shape[axis]) if length is None else int(length.item())
     if not array.size or n & (n - 1) == 0:
         return array
     greatest = np.max(np.abs(array), axis=(axis % array.ndim, -1), keepdims=True)
