@@ -106,7 +106,8 @@ def table(rows: Sequence[Row]) -> str:
         for entry in row["sizes"]:
             at = ", ".join(f"{name} {size}" for name, size in entry["at"].items())
             ours = "1 (original)" if row["report"]["returned_original"] else cell(entry["ours"])
-            rivals = " | ".join(cell(entry[name]) if name in entry else "fails" for name in RIVALS)
+            missing = {name: "fails" if name in row else "-" for name in RIVALS}
+            rivals = " | ".join(cell(entry[name]) if name in entry else missing[name] for name in RIVALS)
             lines.append(
                 f"| {row['name']} | {row['threads']} | {at} | {entry['original_ms']:.2f} | {cell(entry['control'])} "
                 f"| {rivals} | {ours} |"
