@@ -386,9 +386,7 @@ class FuseGuardedAttention(_FuseAttention):
     def target(self, op: Op, region: Region, q: Val, k: Val, v: Val, *masks: Val) -> Any:
         y = super().target(op, region, q, k, v, *masks)
         keys, size = v.shape[-2], v.size(v.rank - 1)
-        if all(
-            isinstance(size, int) for size in v.shape
-        ):  # a product with no batches on the left needs them on the right
+        if all(isinstance(size, int) for size in v.shape):  # else a batch of the product may be empty
             nothing = op.MatMul(np.zeros((1, keys), np.float32), v)
         else:
             # ONNX Runtime 1.31 does not reduce an empty tensor along a negative axis.

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 import xrlflow
@@ -16,6 +17,7 @@ from xrlflow import onnxio
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import ModelError
 from xrlflow.onnxio.versions import NEWEST
+from xrlflow.ops.evaluate import Evaluation
 
 pytestmark = pytest.mark.corpus
 CHUNKS = 16
@@ -39,6 +41,22 @@ def refused(model: bytes) -> str:
     except ModelError as error:
         return str(error)
     return ""
+
+
+def nearer(case: Sample, expected: object, found: object) -> bool:
+    """Whether a transform is nearer to its float64 evaluation than ONNX Runtime's, which is inexact
+    (findings/a_transform_of_400_loses_three_digits.sh).
+    """
+    if not isinstance(expected, list) or not isinstance(found, list):
+        return False
+    graph = onnxio.load(case.proto).graph
+    if "DFT" not in {node.op for node in graph.nodes()}:
+        return False
+    names = {graph.leaves.names[v]: v for v in graph.inputs}
+    exact = Evaluation.of(graph).run({names[name]: array for name, array in case.feeds.items()})
+    return all(
+        np.abs(f - e).max() <= np.abs(o - e).max() for o, f, e in zip(expected, found, exact, strict=True)
+    )
 
 
 class Pass:
@@ -71,7 +89,8 @@ class Pass:
                 continue
             rewritten |= bool(rules)
             self.fired.update(rules)
-            if not same(expected, outputs(result, case.feeds)):
+            found = outputs(result, case.feeds)
+            if not same(expected, found) and not nearer(case, expected, found):
                 rules = ", ".join(dict.fromkeys(rules)) or "none"
                 self.failures.append(f"{case.name} ({stage}): another result; rules: {rules}")
         self.counts["rewritten"] += rewritten
