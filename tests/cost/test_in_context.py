@@ -222,3 +222,37 @@ def test_a_shape_that_the_model_computes_fits() -> None:
     benchmark = InContextBenchmark(1, {"n": 5}, seconds=0.05)
     gain = benchmark.gain(graph, edit)
     assert (gain is not None, benchmark.refused) == (True, [])
+
+
+def test_sizes_that_are_computed_outside_are_computed_within() -> None:
+    """The shape is joined next to what is measured, from pieces that are computed further away."""
+    proto = model(
+        "agraph (float[n,3,2,4] x, float[n,3] z) => (float[n,6,4] r) <int64[1] first = {0}, int64 four = {4}> "
+        "{ b = Shape<start=0,end=1>(z) a = Max(b, b) c = Min(a, a) e = Max(c, c) "
+        "p = Shape<start=1,end=2>(z) t = Add(p, p) f = Max(t, t) g = Min(f, f) "
+        "h = Shape<start=3,end=4>(x) o = Concat<axis=0>(e, g, h) s = Add(x, x) r = Reshape(s, o) }"
+    )
+    graph, edit = edit_of(proto, ReplaceAddBySum())
+    benchmark = InContextBenchmark(1, {"n": 5}, seconds=0.05)
+    gain = benchmark.gain(graph, edit)
+    assert (gain is not None, benchmark.refused) == (True, [])
+
+
+class ReplaceExpByItsShape(Rule):
+    """exp(x) -> exp(x) * size(x) / size(x), with the size from far away: only the right side reads it."""
+
+    def source(self, op: Op, x: Val) -> Any:
+        return op.Exp(x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        far = op.graph.inputs[1]
+        count = op.Cast(op.Size(op.val(far)), to=1)
+        return op.Div(op.Mul(op.Exp(x), count), count)
+
+
+def test_both_sides_have_the_inputs_of_either() -> None:
+    proto = model("agraph (float[3,4] x, float[5] z) => (float[3,4] y, float[5] w) { y = Exp(x) w = Neg(z) }")
+    graph, edit = edit_of(proto, ReplaceExpByItsShape())
+    benchmark = InContextBenchmark(1, {}, seconds=0.05)
+    gain = benchmark.gain(graph, edit)
+    assert (gain is not None, benchmark.refused) == (True, [])

@@ -427,3 +427,13 @@ def test_feeds_at_other_sizes() -> None:
         ({"batch": 4, "s": 256}, (4, 256))
     ]
     assert feeds_at_other_sizes(load(proto, shapes={"x": (2, 9)}), run) == []
+
+
+def test_a_cache_usually_holds_more_than_a_text() -> None:
+    proto = model(
+        "g (float[batch, 4] x, float[batch, 2, past_length, 4] c, float[batch, length] t) => (float[batch, 4] y) "
+        "{ y = Neg(x) }"
+    )
+    plan = InputPlan.of(load(proto))
+    assert plan.dimensions.default({}) == {"batch": 1, "past_length": 256, "length": 64}
+    assert plan.dimensions.default({"past_length": 8})["past_length"] == 8
