@@ -225,15 +225,15 @@ def test_a_shape_that_the_model_computes_fits() -> None:
 
 
 def test_sizes_that_are_computed_outside_are_computed_within() -> None:
-    """The shape is joined next to what is measured, from pieces that are computed further away."""
+    """The shape is joined near to what is measured, from pieces that are computed further away."""
     proto = model(
-        "agraph (float[n,3,2,4] x, float[n,3] z) => (float[n,6,4] r) <int64[1] first = {0}, int64 four = {4}> "
+        "agraph (float[n,m,2,4] x, float[n,m] z) => (float[n,k,4] y) <int64[1] two = {2}> "
         "{ b = Shape<start=0,end=1>(z) a = Max(b, b) c = Min(a, a) e = Max(c, c) "
-        "p = Shape<start=1,end=2>(z) t = Add(p, p) f = Max(t, t) g = Min(f, f) "
-        "h = Shape<start=3,end=4>(x) o = Concat<axis=0>(e, g, h) s = Add(x, x) r = Reshape(s, o) }"
+        "p = Shape<start=1,end=2>(z) t = Mul(p, two) f = Max(t, t) g = Min(f, f) "
+        "h = Shape<start=3,end=4>(x) o = Concat<axis=0>(e, g, h) r = Reshape(x, o) y = Add(r, r) }"
     )
     graph, edit = edit_of(proto, ReplaceAddBySum())
-    benchmark = InContextBenchmark(1, {"n": 5}, seconds=0.05)
+    benchmark = InContextBenchmark(1, {"n": 5, "m": 3, "k": 6}, seconds=0.05)
     gain = benchmark.gain(graph, edit)
     assert (gain is not None, benchmark.refused) == (True, [])
 
