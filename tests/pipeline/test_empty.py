@@ -14,7 +14,7 @@ from xrlflow.cost import Roofline
 from xrlflow.ir import Attrs, DType, TensorType, dims
 from xrlflow.ir.dims import dim, floor_div, symbol
 from xrlflow.onnxio import load, to_proto
-from xrlflow.ops.empty import needed
+from xrlflow.ops.empty import needed, where_empty
 from xrlflow.options import Options
 from xrlflow.pipeline.library import library_for
 from xrlflow.rewrite import RewriteState
@@ -103,6 +103,19 @@ def test_the_sizes_that_operators_need() -> None:
     assert list(needed("LSTM", Attrs({}), [TensorType(DType.FLOAT, None)])) == []
 
 
+def test_only_results_that_are_zeros_get_a_branch() -> None:
+    def of(op: str, inputs: list[TensorType], *results: TensorType) -> bool:
+        return where_empty(op, inputs, results) is not None
+
+    q, k, v = floats("n", 2, "q", 4), floats("n", 2, "k", 4), floats("n", 2, "k", 6)
+    assert of("Attention", [q, k, v], floats("n", 2, "q", 6))
+    deep = [floats("n", 2, "q", "d"), floats("n", 2, "k", "d"), v]
+    assert not of("Attention", deep, floats("n", 2, "q", 6)), "without a depth it is the mean of the values"
+    x = floats(3, "b", 4)
+    assert of("LSTM", [x], floats(3, 1, "b", 5), floats(1, "b", 5))
+    assert not of("LSTM", [x], floats(3, 1, "b", 5), floats(1, 2, 5)), "the last state has elements"
+
+
 def test_what_may_run_without_elements_says_nothing_of_the_graph() -> None:
     """An operator may need a size that others of its kind do without: then the graph may run at 0."""
 
@@ -172,9 +185,8 @@ def test_a_recurrent_network_gets_a_branch_for_an_empty_batch(rule: str, source:
     original = model(source)
     result, _ = rewritten(RULES[rule], original)
     (branch,) = (n for n in result.graph.node if n.op_type == "If")
-    assert [n.op_type for a in branch.attribute if a.name == "then_branch" for n in a.g.node] == [
-        rule[-4:].strip("d")
-    ]
+    (then,) = (a.g for a in branch.attribute if a.name == "then_branch")
+    assert [n.op_type for n in then.node] == [rule.removeprefix("FuseUnrolled")]
     feeds = {
         v.name: normal(*(d.dim_value or batch for d in v.type.tensor_type.shape.dim))
         for v in original.graph.input

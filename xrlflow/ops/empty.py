@@ -51,17 +51,22 @@ def where_empty(op: str, types: Types, results: Sequence[TensorType]) -> list[li
     elements: numbers, and axes of inputs. The exporter writes a branch around such an operator, so it needs no sizes.
     None for other operators. `results`: the types of its outputs.
 
-    Attention to no keys is a sum over nothing. A recurrent network of an empty batch has no results.
+    Attention to no keys is a sum over nothing (but without a depth it is the mean of the values). A recurrent network
+    of an empty batch has no results.
     """
     if op == "Attention":
         plain = len(results) == 1 and len(types) <= 4 and all(t and t.rank == 4 for t in types[:3])
+        query = types[0].shape if plain and types[0] is not None else None
+        plain = query is not None and _some(query[3])
         return [[(0, 0), (0, 1), (0, 2), (2, 3)]] if plain else None
     x = types[0].shape if op in ("LSTM", "GRU") and types[0] is not None else None
     if x is None or len(x) != 3 or not isinstance(x[1], str) or not (_some(x[0]) and _some(x[2])):
         return None
     shapes: list[list[int | InputAxis]] = []
     for type in results:
-        if type.shape is None or not all(isinstance(d, int) or d == x[1] for d in type.shape):
+        if type.shape is None or x[1] not in type.shape:  # a result with elements
+            return None
+        if not all(isinstance(d, int) or d == x[1] for d in type.shape):
             return None
         shapes.append([d if isinstance(d, int) else (0, 1) for d in type.shape])
     return shapes

@@ -584,6 +584,6 @@ COUNTS: dict[str, Count] = _table(
     ("ReduceLogSum ReduceLogSumExp", _per_input(10)),
     ("Softmax LogSoftmax Hardmax", _per_input(14)),
     ("LRN", _per_input(20)),
-    ("DFT STFT", _transform),
+    ("DFT", _transform),
     ("TopK NonZero Unique NonMaxSuppression", _sort),
 )
