@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from xrlflow import batch, pipeline
 from xrlflow.backends import BackendError
 from xrlflow.batch import Batch
+from xrlflow.common.sizes import Shapes
 from xrlflow.onnxio import ModelError, Source, load
 from xrlflow.options import (
     COMPARED,
@@ -112,7 +113,7 @@ def optimize(
     *,
     time_limit: float | None = None,
     threads: int | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
+    shapes: Shapes | None = None,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     search: str | None = None,
     backend: str | None = None,
@@ -163,7 +164,8 @@ def optimize(
       RMS error over its RMS is at most `precision_error` (default 0.03) on inputs that had no part in calibrating.
       "int8" quantises the layers that gain time, and needs `inputs`: best a folder of several .npz files. The default
       is "keep".
-    - `shapes`: input name -> shape, for cost and measurement; `fix_shapes` also writes them into the model.
+    - `shapes`: input name -> shape, for cost and measurement; `fix_shapes` also writes them into the model. A pair, as in
+      (1, (16, 512)), is the least and the greatest size of a dimension, which stays open: both, and one between, count.
     - `max_growth`: the largest size of the result, as a multiple of the model's. `opset`: the opset of the result
       (default: the model's, or the lowest later one that has all operators).
 
@@ -258,7 +260,7 @@ def tune(
     cpu: str | None = None,
     triple: str | None = None,
     remote: str | Remote | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
+    shapes: Shapes | None = None,
     threads: int | None = None,
     seed: int = 0,
     store: str | os.PathLike[str] | None = None,
@@ -349,7 +351,7 @@ def view(
     model: Source,
     other: Source | None = None,
     *,
-    shapes: Mapping[str, Sequence[int]] | None = None,
+    shapes: Shapes | None = None,
     threads: int | None = None,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     seed: int = 0,
@@ -381,7 +383,7 @@ def verify_files(
     original: Source,
     new: Source,
     *,
-    shapes: Mapping[str, Sequence[int]] | None = None,
+    shapes: Shapes | None = None,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     seed: int = 0,
     kernels: bool = False,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xrlflow.common.sizes import Shapes, has_range
 from xrlflow.storage.stores import masked, server_of
 
 if TYPE_CHECKING:
@@ -84,7 +85,10 @@ GROUPS = {
     "Controls of experiments, besides --search lookahead2, lookahead3, random": ("budget", "alpha"),
 }
 """The groups of options in the help of `optimize`. Options without a group come before all groups."""
-SHAPES = "Numbers for an input's dimensions: input=1,3,224,224. May be repeated, for several inputs."
+SHAPES = (
+    "Numbers for an input's dimensions: input=1,3,224,224, or ranges: ids=1,16..512. May be repeated, for several "
+    "inputs."
+)
 LOCAL = "local"
 """The name of a Ray cluster of this machine alone, started for one command."""
 RAY = "Use a Ray cluster: the HOST:PORT of its head, or local."
@@ -154,7 +158,7 @@ class Common:
     remote: str | Remote | None = option(
         None, "tvm: run on a device of a TVM RPC tracker: HOST:PORT/KEY.", str | None
     )
-    shapes: Mapping[str, Sequence[int]] | None = option(
+    shapes: Shapes | None = option(
         None,
         SHAPES,
         list[str] | None,
@@ -248,7 +252,7 @@ class Options(Common):
     )
     budget: int = option(1000, "Graphs that the search may expand.", int, least=0)
     time_limit: float = option(60.0, "Seconds for everything.", float)
-    shapes: Mapping[str, Sequence[int]] | None = option(
+    shapes: Shapes | None = option(
         None,
         f"{SHAPES[:-1]}, and for one to get kernels for several sizes.",
         list[str] | None,
@@ -291,7 +295,8 @@ class Options(Common):
 
         self._check_names()
         self._check_numbers()
-        check_shapes(self.shapes, *self.further_shapes)
+        check_shapes(self.shapes)
+        check_shapes(*self.further_shapes, ranges=False)
         self._check_agent()
         self._check_precision()
         check_providers(self.providers)
@@ -312,6 +317,16 @@ class Options(Common):
             raise OptionError(
                 f"portable has no meaning with backend {self.backend!r}, which writes a library"
             )
+        ranged = any(map(has_range, (self.shapes or {}).values()))
+        if ranged and (self.fix_shapes or self.compiling or self.further_shapes):
+            why = (
+                "fix_shapes"
+                if self.fix_shapes
+                else "several shapes"
+                if self.further_shapes
+                else "backend tvm"
+            )
+            raise OptionError(f"a range of sizes (16..512) has no meaning with {why}: give numbers")
         if self.further_shapes and not self.with_kernels:
             raise OptionError(
                 "further shapes have no meaning without generated kernels: give one shape for each input"
@@ -469,7 +484,7 @@ class TuneOptions(Common):
         if self.trials < 0 or self.batch < 1 or not 0 < self.time_limit < math.inf:
             raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
         check_seed(self.seed)
-        check_shapes(self.shapes)
+        check_shapes(self.shapes, ranges=False)
         check_threads(self.threads, self.remote)
         check_installed("tuning", "tvm", *TUNING)
         check_ray(self.ray)
@@ -557,8 +572,11 @@ def check_threads(threads: int | None, remote: str | Remote | None) -> None:
         raise OptionError(f"threads {threads} is too many for this machine: give at most {limit}")
 
 
-def check_shapes(*shapes: Any) -> None:
-    """Raise OptionError unless these are mappings of names of inputs to whole numbers, or None."""
+def check_shapes(*shapes: Any, ranges: bool = True) -> None:
+    """Raise OptionError unless these are mappings of names of inputs to whole numbers (with `ranges` also to pairs of
+    the least and the greatest number), or None.
+    """
+    wrong = ""
     for mapping in shapes:
         if mapping is None:
             continue
@@ -566,11 +584,17 @@ def check_shapes(*shapes: Any) -> None:
             for name, shape in mapping.items():
                 if isinstance(shape, str) or not isinstance(name, str):
                     raise TypeError
-                list(map(operator.index, shape))
+                for size in shape:
+                    if not (ranges and isinstance(size, tuple) and len(size) == 2):
+                        size = (size, size)
+                    low, high = map(operator.index, size)
+                    wrong = f"{low}..{high} is no range: the first number is greater" if low > high else wrong
         except (AttributeError, TypeError) as error:
             raise OptionError(
                 f"shapes {mapping!r}: give the whole numbers of each input, as in {{'x': (1, 3, 224, 224)}}"
             ) from error
+        if wrong:
+            raise OptionError(f"shapes {mapping!r}: {wrong}")
 
 
 def check_seed(seed: int) -> None:

@@ -10,9 +10,12 @@ import pytest
 
 import xrlflow
 from tests.rules.harness import model
+from xrlflow import api
 from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.backends.results import RepeatedComparison, SpeedUp, Verdict
-from xrlflow.pipeline import confirm, sizes
+from xrlflow.cost import OverSizes, Roofline
+from xrlflow.onnxio import load
+from xrlflow.pipeline import confirm, prepare, sizes
 
 FASTER = SpeedUp(1.5, 1.4, 1.6)
 SLOWER = SpeedUp(0.8, 0.7, 0.9)
@@ -122,3 +125,77 @@ def test_sizes_that_the_user_states_are_the_only_ones(
 ) -> None:
     report, rows = optimized(monkeypatch, [], **options)
     assert (report.returned_original, rows) == (False, [])
+
+
+def test_the_ends_of_a_range_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, rows = optimized(monkeypatch, [FASTER, UNDECIDED], shapes={"x": ((16, 400), 256)})
+    assert rows == [16, 400]
+    assert report.at_sizes == {"length=16": FASTER, "length=400": UNDECIDED}
+
+
+def test_a_result_that_is_slower_at_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, _ = optimized(monkeypatch, [FASTER, SLOWER, FASTER], shapes={"x": ((16, 400), 256)})
+    assert report.reason.startswith("slower with length=400: 0.800x")
+
+
+def test_the_sizes_of_a_range_are_verified() -> None:
+    shapes = {"x": ((16, 400), 256)}
+    verification = api.verify_files(network(), network(), shapes=shapes)
+    assert [dict(sizes)["length"] for sizes in verification.bindings][:3] == [80, 16, 400]
+
+
+def test_costs_count_each_size_alike() -> None:
+    imported = load(
+        model("agraph (float[n,64] x) => (float[n,64] y) { a = Softmax(x) b = Neg(a) y = Add(a, b) }"),
+        shapes={"x": ((4, 4096), 64)},
+    )
+    few, usual, many = (Roofline(bindings={"n": n}) for n in (4, 128, 4096))
+    cost = OverSizes([usual, few, many], imported.graph)
+    assert cost.cost(imported.graph) == pytest.approx(usual.cost(imported.graph))
+    for node, seconds in cost.breakdown(imported.graph).items():
+        parts = [
+            each.breakdown(imported.graph)[node] / each.cost(imported.graph) for each in (few, usual, many)
+        ]
+        assert seconds == pytest.approx(usual.cost(imported.graph) * sum(parts) / 3)
+        assert max(parts) > min(parts)
+
+
+def test_the_search_costs_the_ends_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced: list[list[int]] = []
+
+    class Spy(OverSizes):
+        def __init__(self, models: Any, original: Any) -> None:
+            priced.append([each.bindings["length"] for each in models])
+            super().__init__(models, original)
+
+    monkeypatch.setattr(prepare, "OverSizes", Spy)
+    optimized(monkeypatch, [FASTER, FASTER], shapes={"x": ((16, 400), 256)})
+    assert priced == [[80, 16, 400]]
+
+
+def test_bench_measures_the_ends_of_a_range() -> None:
+    measured = api.bench(network(), shapes={"x": ((16, 400), 256)}, time_limit=1.0, threads=1)
+    assert measured["shapes"] == {"x": [80, 256]}
+    assert list(measured["at_sizes"]) == ["length=16", "length=400"]
+    assert measured["at_sizes"]["length=400"]["latency_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ({"x": ((16, 8), 256)}, {}, "16..8 is no range"),
+        ({"x": ((16, 32), (1, 99))}, {}, "dimension 1 of input 'x' is 256 in the model, the shape 16..32,1..99"),
+        ({"x": ((0, 32), 256)}, {}, "must hold positive numbers only"),
+        ({"x": ((16, 32), 256)}, {"fix_shapes": True}, "has no meaning with fix_shapes: give numbers"),
+        ({"x": ((16, 32, 64), 256)}, {}, "give the whole numbers of each input"),
+    ],
+)  # fmt: skip
+def test_ranges_that_mean_nothing(shapes: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((xrlflow.OptionError, xrlflow.ModelError), match=message.replace("(", r"\(")):
+        xrlflow.optimize(network(), shapes=shapes, **options)
+
+
+def test_two_ranges_of_one_dimension_contradict_each_other() -> None:
+    both = model("agraph (float[n,2] x, float[n,2] z) => (float[n,2] y) { y = Add(x, z) }")
+    with pytest.raises(xrlflow.ModelError, match=r"'n' would be 1\.\.4 and 1\.\.8 \(input 'z'\)"):
+        load(both, shapes={"x": ((1, 4), 2), "z": ((1, 8), 2)})

@@ -13,6 +13,7 @@ import typer
 
 from xrlflow.cli.completion import completing
 from xrlflow.cli.failures import fail
+from xrlflow.common.sizes import Size, as_range, parse_size
 from xrlflow.options import GROUPS, Flag, flags
 
 Model = Annotated[Path, typer.Argument(help="The ONNX file; -: standard input.")]
@@ -89,18 +90,18 @@ def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., Non
     return decorated
 
 
-def parse_shapes(options: list[str] | None) -> list[dict[str, tuple[int, ...]]]:
+def parse_shapes(options: list[str] | None) -> list[dict[str, tuple[Size, ...]]]:
     """The shapes by input name. If an input is repeated, its n-th shape is in the n-th mapping."""
-    mappings: list[dict[str, tuple[int, ...]]] = []
+    mappings: list[dict[str, tuple[Size, ...]]] = []
     for option in options or ():
         name, equals, dims = option.rpartition("=")
-        shape: tuple[int, ...] = ()
+        shape: tuple[Size, ...] = ()
         try:
-            shape = tuple(int(d) for d in dims.split(",") if d.strip()) if equals else ()
+            shape = tuple(parse_size(d) for d in dims.split(",") if d.strip()) if equals else ()
         except ValueError:
             equals = ""
-        if not equals or not name or any(d < 0 for d in shape):
-            fail(f"--shape {option}: write it as NAME=1,3,224,224")
+        if not equals or not name or any(as_range(size)[0] < 0 for size in shape):
+            fail(f"--shape {option}: write it as NAME=1,3,224,224, or with a range as NAME=1,16..512")
         into = next((mapping for mapping in mappings if name not in mapping), None)
         if into is None:
             mappings.append(into := {})

@@ -9,6 +9,7 @@ from xrlflow.cost.learned import Learned, load_network
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.measured import Measured
 from xrlflow.cost.model import AdditiveCost, CostModel, NoTimeLeft, Provenance, in_time
+from xrlflow.cost.over_sizes import OverSizes, at_usual_size
 from xrlflow.cost.placement_cost import PlacementCost
 from xrlflow.cost.profiled import PriceCounts, Profiled
 from xrlflow.cost.roofline import Roofline
@@ -23,11 +24,13 @@ __all__ = [
     "Machine",
     "Measured",
     "NoTimeLeft",
+    "OverSizes",
     "PlacementCost",
     "PriceCounts",
     "Profiled",
     "Provenance",
     "Roofline",
+    "at_usual_size",
     "calibrated",
     "in_time",
     "load_network",

@@ -14,6 +14,7 @@ import onnx.numpy_helper
 import onnx.shape_inference
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
+from xrlflow.common.sizes import Range, Shapes
 from xrlflow.ir import (
     ABSENT,
     SMALL,
@@ -63,24 +64,20 @@ _ORT_FORMAT = b"ORTM"
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 
-def load(
-    source: Source, *, shapes: Mapping[str, Sequence[int]] | None = None, fix_shapes: bool = False
-) -> ImportedModel:
+def load(source: Source, *, shapes: Shapes | None = None, fix_shapes: bool = False) -> ImportedModel:
     """Read a model: a path, the bytes of a file, or a ModelProto.
 
-    `shapes` gives whole shapes of some inputs. They bind the symbols of their dimensions (`ImportedModel.bindings`);
-    with `fix_shapes` the numbers also replace these symbols in the model. Weights stay in the memory-mapped file. If
-    this file is written to, the model cannot be exported any more (`TensorStore.check_unchanged`). Replacing the file
-    by another one is harmless. Raises ModelError.
+    `shapes` gives whole shapes of some inputs. They bind the symbols of their dimensions (`ImportedModel.bindings`), or
+    limit them (`ImportedModel.ranges`); with `fix_shapes` the numbers also replace these symbols in the model. Weights
+    stay in the memory-mapped file. If this file is written to, the model cannot be exported any more
+    (`TensorStore.check_unchanged`). Replacing the file by another one is harmless. Raises ModelError.
     """
     store = _open(source)
     with reading(store.name, "the model"):
         return _loaded(store, shapes, fix_shapes)
 
 
-def _loaded(
-    store: TensorStore, shapes: Mapping[str, Sequence[int]] | None, fix_shapes: bool
-) -> ImportedModel:
+def _loaded(store: TensorStore, shapes: Shapes | None, fix_shapes: bool) -> ImportedModel:
     stripped, proto = _parse(store)
     versions.merge_imports(proto)
     check_structure(store.name, proto.graph)
@@ -104,8 +101,9 @@ def _loaded(
     dimensions.name_dimensions(proto)
     dims.start_deciding()
     bindings: dict[str, int] = {}
+    ranges: dict[str, Range] = {}
     if shapes:
-        bindings = dimensions.bind(store.name, proto, shapes)
+        bindings, ranges = dimensions.bind(store.name, proto, shapes)
         if fix_shapes:
             dimensions.fix(frame, dimensions.as_declared(frame, proto, bindings), outputs=True)
             dimensions.fix(proto, bindings)
@@ -126,6 +124,7 @@ def _loaded(
         opset=opset,
         frame=frame,
         bindings=bindings,
+        ranges=ranges,
         fixed=fix_shapes,
         nodes_before=nodes_before,
         overridable=overridable,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import onnx
 
+from xrlflow.common.sizes import Range
 from xrlflow.ir import Attrs, Const, Graph, Value
 from xrlflow.onnxio.tensors import TensorStore
 
@@ -50,6 +51,7 @@ class ImportedModel:
     opset: int  # to write unless the result needs a newer one: the file's, or the user's choice
     frame: onnx.ModelProto  # the file's ModelProto without nodes, initialisers and value infos
     bindings: Mapping[str, int]  # sizes of symbols, from the shapes that the caller gave
+    ranges: Mapping[str, Range]  # the least and greatest sizes of symbols, from these shapes
     fixed: bool  # whether numbers have replaced the symbols in `bindings`
     nodes_before: int  # the number of operators in the file, with functions inlined, and with those in bodies
     overridable: Mapping[str, Const]  # initialisers that are also graph inputs

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from xrlflow.common.sizes import Range, Shapes, Size, as_range, show_size
 from xrlflow.ir import (
     ABSENT,
     Body,
@@ -68,20 +69,22 @@ def name_dimensions(proto: onnx.ModelProto) -> None:
             kind.ClearField("shape")
 
 
-def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The sizes of symbols that follow from `shapes`. All dimensions of inputs must have names (`name_dimensions`).
+def bind(name: str, proto: onnx.ModelProto, shapes: Shapes) -> tuple[dict[str, int], dict[str, Range]]:
+    """The sizes, and the ranges of sizes, of symbols that follow from `shapes`. All dimensions of inputs must have
+    names (`name_dimensions`).
 
     An input of unknown rank gets its dimensions, in place. Raises ModelError if an input is unknown, or if ranks or
     sizes contradict each other.
     """
     inputs = {v.name: v for v in proto.graph.input}
-    bindings: dict[str, int] = {}
+    bound: dict[str, Range] = {}
     for key, shape in shapes.items():
         if key not in inputs:
             raise ModelError(
                 f"{name}: there is no input {key!r} to give a shape to: the inputs are {', '.join(inputs)}"
             )
-        if any(d < 1 for d in shape):
+        ranges = [as_range(size) for size in shape]
+        if any(not 1 <= low <= high for low, high in ranges):
             raise ModelError(
                 f"{name}: the shape {_show(shape)} of input {key!r} must hold positive numbers only"
             )
@@ -97,20 +100,21 @@ def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]])
                 f"{name}: input {key!r} has {len(dims)} dimensions ({_describe(dims)}), "
                 f"the shape {_show(shape)} has {len(shape)}"
             )
-        for axis, (dim, number) in enumerate(zip(dims, shape)):
+        for axis, (dim, (low, high)) in enumerate(zip(dims, ranges)):
             if dim.HasField("dim_value"):
-                if dim.dim_value != number:
+                if not low <= dim.dim_value <= high:
                     raise ModelError(
                         f"{name}: dimension {axis} of input {key!r} is {dim.dim_value} in the model, "
-                        f"the shape {_show(shape)} says {number}"
+                        f"the shape {_show(shape)} says {show_size((low, high))}"
                     )
                 continue
-            if bindings.setdefault(dim.dim_param, number) != number:
+            if (other := bound.setdefault(dim.dim_param, (low, high))) != (low, high):
                 raise ModelError(
                     f"{name}: the shapes contradict each other: dimension {dim.dim_param!r} would be "
-                    f"{bindings[dim.dim_param]} and {number} (input {key!r})"
+                    f"{show_size(other)} and {show_size((low, high))} (input {key!r})"
                 )
-    return bindings
+    numbers = {symbol: low for symbol, (low, high) in bound.items() if low == high}
+    return numbers, {symbol: both for symbol, both in bound.items() if symbol not in numbers}
 
 
 def fix(proto: onnx.ModelProto, bindings: Mapping[str, int], *, outputs: bool = False) -> None:
@@ -393,8 +397,8 @@ def _all_types(graph: onnx.GraphProto) -> Iterator[onnx.TypeProto]:
             yield from _all_types(body)
 
 
-def _show(shape: Sequence[int]) -> str:
-    return ",".join(map(str, shape))
+def _show(shape: Sequence[Size]) -> str:
+    return ",".join(map(show_size, shape))
 
 
 def _describe(dims: Sequence[_Shape.Dimension]) -> str:

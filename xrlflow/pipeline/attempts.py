@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from xrlflow.cost import CostModel, Learned, NoTimeLeft, Profiled, Roofline
+from xrlflow.cost import CostModel, Learned, NoTimeLeft, Profiled, Roofline, at_usual_size
 from xrlflow.pipeline import choose, compiled, kernels
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.correct import corrected, ordered
@@ -125,7 +125,7 @@ def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> At
     explored = explore(context, begin)
     if begin.measured:
         explored = ordered(context, begin, explored)
-    prices = model.prices if isinstance(model, Learned) else model
+    prices = model.prices if isinstance(model, Learned) else at_usual_size(model)
     if isinstance(prices, Profiled) and not later:
         context.notes.append(f"operators: {prices.counts}")
     source = choose.plain if later else CANDIDATES[context.options.backend]

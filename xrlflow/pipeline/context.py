@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from xrlflow.backends.protocol import Feeds
 from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm.devices.execution import ExecutionTarget
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
+from xrlflow.common.sizes import Shapes, numbers_only
 from xrlflow.cost import Database
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel
@@ -145,8 +146,13 @@ class Context:
         return self.options.threads or default_threads()
 
     @property
-    def shapes(self) -> Mapping[str, Sequence[int]]:
+    def shapes(self) -> Shapes:
         return self.options.shapes or {}
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The user's shapes of those inputs that have no range."""
+        return numbers_only(self.shapes)
 
     @property
     def lowering(self) -> Lowering:
@@ -155,7 +161,7 @@ class Context:
         assert self.store is not None
         options = self.options
         return Lowering(
-            self.target, self.shapes, self.folder, self.store, options.session_options,
+            self.target, self.sizes, self.folder, self.store, options.session_options,
             Algorithms(exact=options.exact_kernels), for_compiling(self.target.machine),
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from xrlflow.cost import AdditiveCost, CostModel, Learned, Profiled
+from xrlflow.cost import AdditiveCost, CostModel, Learned, Profiled, at_usual_size
 from xrlflow.cost.calibrate import runtime
 from xrlflow.cost.history import History
 from xrlflow.cost.machine import cpu_name
@@ -51,5 +51,5 @@ def prices_of(model: CostModel) -> AdditiveCost | None:
     """The measured costs of operators that a cost model uses; None if it uses costs that are not measured, or had no
     time to measure some.
     """
-    prices = model.prices if isinstance(model, Learned) else model
+    prices = model.prices if isinstance(model, Learned) else at_usual_size(model)
     return prices if isinstance(prices, Profiled) and prices.counts.complete else None

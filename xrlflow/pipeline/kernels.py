@@ -318,7 +318,7 @@ def _sizes(context: Context) -> list[dict[str, tuple[int, ...]]]:
     """The sizes of inputs for which to generate kernels: those in the options, or the sizes of the user's own
     inputs."""
     options = context.options
-    first = {name: tuple(shape) for name, shape in context.shapes.items()}
+    first = context.sizes
     if options.inputs is not None and context.feeds is not None:
         first.update({name: np.shape(value) for name, value in context.feeds.items()})
     further = [{name: tuple(shape) for name, shape in shapes.items()} for shapes in options.further_shapes]

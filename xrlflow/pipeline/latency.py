@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from xrlflow.backends.onnxruntime import measure
-from xrlflow.onnxio import Source, load, name_of
+from xrlflow.backends.onnxruntime import Options as SessionOptions
+from xrlflow.backends.onnxruntime import measure, open_model
+from xrlflow.backends.protocol import Feeds
+from xrlflow.backends.results import Comparison
+from xrlflow.common.sizes import Shapes
+from xrlflow.onnxio import ImportedModel, Source, load, name_of
 from xrlflow.options import Options
 from xrlflow.pipeline.artifact import Artifacts, Original, runnable
 from xrlflow.pipeline.context import Clock, Context
@@ -19,6 +23,7 @@ from xrlflow.pipeline.prepare import random_feeds
 from xrlflow.pipeline.use import options_with_kernels
 from xrlflow.report import bounds
 from xrlflow.rewrite import Library
+from xrlflow.verify import feeds_at_other_sizes
 from xrlflow.verify.inputs import user_case
 
 
@@ -26,7 +31,7 @@ def bench(
     model: Source,
     against: Source | None = None,
     *,
-    shapes: Mapping[str, Sequence[int]] | None = None,
+    shapes: Shapes | None = None,
     threads: int | None = None,
     time_limit: float = 20.0,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -37,7 +42,9 @@ def bench(
 
     `speedup` is the latency of `against` divided by that of the model. Without `against` the model is measured against
     itself, which shows how noisy the machine is. In the result, `shapes` are the shapes of the inputs of the
-    measurement. `kernels`: load the libraries of kernels in the models' folders (`NAME.so`). This runs their code.
+    measurement. If `shapes` has ranges, the model is measured with sizes between, and `at_sizes` says what it takes
+    with the least and the greatest. `kernels`: load the libraries of kernels in the models' folders (`NAME.so`). This
+    runs their code.
     """
     options = Options(search="greedy", shapes=shapes, threads=threads, seed=seed, time_limit=time_limit)
     imported, now = load(model, shapes=shapes), time.monotonic()
@@ -47,10 +54,16 @@ def bench(
         feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else random_feeds(context)
         baseline = runnable(against) if against is not None else original.runnable
         libraries = options_with_kernels(baseline, original.runnable, required=True) if kernels else None
-        measured = measure(
-            [baseline, original.runnable], feeds, threads=context.threads, time_limit=time_limit,
-            session_options=libraries,
-        )  # fmt: skip
+        ends = [] if inputs is not None else _at_ends(imported, original.runnable, libraries, context)
+
+        def measured_with(feeds: Feeds) -> Comparison:
+            return measure(
+                [baseline, original.runnable], feeds, threads=context.threads, session_options=libraries,
+                time_limit=time_limit / (1 + len(ends)),
+            )  # fmt: skip
+
+        measured = measured_with(feeds)
+        at_sizes = {text: _at_size(measured_with(feeds)) for text, feeds in ends}
     before, after = measured.latencies[0], measured.latencies[1]
     return {
         "model": imported.name,
@@ -58,6 +71,7 @@ def bench(
         "latency_p10_ms": after.p10_ms,
         "latency_p90_ms": after.p90_ms,
         "shapes": {name: list(a.shape) for name, a in feeds.items() if isinstance(a, np.ndarray)},
+        **({"at_sizes": at_sizes} if at_sizes else {}),
         "against": name_of(against) if against is not None else "itself",
         "against_ms": before.median_ms,
         "speedup": measured.speedup.median,
@@ -66,4 +80,24 @@ def bench(
         "samples": measured.samples,
         "threads": measured.threads,
         "disturbed": measured.load.disturbed,
+    }
+
+
+def _at_ends(
+    imported: ImportedModel, model: str | bytes, libraries: SessionOptions | None, context: Context
+) -> list[tuple[str, Feeds]]:
+    """Inputs with the least, and with the greatest, sizes of the user's ranges, with texts that say the sizes."""
+    if not imported.ranges:
+        return []
+    with open_model(model, threads=context.threads, session_options=libraries) as opened:
+        found = feeds_at_other_sizes(imported, opened.run, context.options.seed)
+    return [(", ".join(f"{name}={size}" for name, size in at.items()), feeds) for at, feeds in found]
+
+
+def _at_size(measured: Comparison) -> dict[str, Any]:
+    return {
+        "latency_ms": measured.latencies[1].median_ms,
+        "against_ms": measured.latencies[0].median_ms,
+        "speedup": measured.speedup.median,
+        **bounds("speedup", measured.speedup),
     }

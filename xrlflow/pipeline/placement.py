@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 
 from xrlflow.backends.tvm.library.operator_times import code_version
 from xrlflow.common import deadline
-from xrlflow.cost import AdditiveCost, Database, KernelPrices, PlacementCost, Roofline, calibrated
+from xrlflow.cost import (
+    AdditiveCost,
+    Database,
+    KernelPrices,
+    PlacementCost,
+    Roofline,
+    at_usual_size,
+    calibrated,
+)
 from xrlflow.ir import Graph
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import search
@@ -42,7 +50,8 @@ def search_with_kernels(context: Context, start: Start, how: Lowering, until: fl
     """
     machine = calibrated(context.threads)
     bindings = context.imported.bindings
-    runtime = start.model if isinstance(start.model, AdditiveCost) else Roofline(machine, bindings)
+    usual = at_usual_size(start.model)  # for which kernels are measured, too
+    runtime = usual if isinstance(usual, AdditiveCost) else Roofline(machine, bindings)
     with Database(context.options.server) as database:
         version = f"{code_version()} {how.kernels_version}"
         prices = KernelPrices(runtime, how.operator_times, context.threads, version, database)

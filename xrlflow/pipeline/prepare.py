@@ -24,6 +24,7 @@ from xrlflow.cost import (
     Database,
     Learned,
     Measured,
+    OverSizes,
     Profiled,
     Roofline,
     calibrated,
@@ -34,6 +35,7 @@ from xrlflow.cost.history import History
 from xrlflow.cost.pretrained import PRETRAINED
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, ModelError, Source, load, preferring, to_proto
+from xrlflow.onnxio.shapes import solve
 from xrlflow.ops.schema import OPSET
 from xrlflow.options import NONEMPTY, Common, OptionError, Options
 from xrlflow.pipeline import history
@@ -61,7 +63,7 @@ from xrlflow.search import (
 from xrlflow.storage.stores import server_of
 from xrlflow.tuning.store import Store
 from xrlflow.verify import InputsNeeded, feeds_for_measurement
-from xrlflow.verify.inputs import user_case
+from xrlflow.verify.inputs import InputPlan, user_case
 from xrlflow.verify.layers import is_quantised
 
 # The fraction of the search's time that measuring operators may take.
@@ -293,7 +295,7 @@ def _warm_latency(run: Callable[[], object]) -> float:
 def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
     """The model with the sizes of the inputs for measurements in place of open dimensions."""
     imported = context.imported
-    shapes: dict[str, Sequence[int]] = {}
+    shapes: dict[str, Sequence[int]] = {}  # none has a range any more
     for value, info in zip(imported.graph.inputs, imported.frame.graph.input):
         declared = imported.graph.type(value).shape
         shape = getattr(feeds.get(info.name), "shape", ())
@@ -303,7 +305,19 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
     if not shapes or imported.fixed:
         return imported
     again = load(context.original.source, shapes={**context.shapes, **shapes})
-    return replace(preferring(again, imported.opset), nonempty=imported.nonempty)
+    return replace(preferring(again, imported.opset), nonempty=imported.nonempty, ranges=imported.ranges)
+
+
+def _ends(imported: ImportedModel) -> list[dict[str, int]]:
+    """The sizes of all dimensions with the least, and with the greatest, sizes of the user's ranges."""
+    dimensions = InputPlan.of(imported).dimensions
+    stated = {s.name: imported.bindings[s.name] for s in dimensions.slots if s.name in imported.bindings}
+    ends = dimensions.ends({name: size for name, size in stated.items() if name not in imported.ranges})
+    return [solve(imported.graph, end) for end in ends]
+
+
+def _over_sizes(context: Context, models: Sequence[AdditiveCost]) -> AdditiveCost:
+    return OverSizes(models, context.imported.graph) if len(models) > 1 else models[0]
 
 
 def cost_model(context: Context, cost: str | CostModel) -> CostModel:
@@ -317,15 +331,18 @@ def cost_model(context: Context, cost: str | CostModel) -> CostModel:
         return cost
     machine = calibrated(context.threads)
     if cost == "roofline":
-        return Roofline(machine, bindings)
+        return _over_sizes(context, [Roofline(machine, b) for b in (bindings, *_ends(context.imported))])
     if cost in ("profiled", "learned"):
         budget = context.clock.budget
         until = (budget.train_until if options.train_steps else None) or budget.search_until
         seconds_left = until - time.monotonic()
-        prices = Profiled(
-            machine, database=context.database, bindings=bindings, time_budget=_PROFILING * seconds_left
-        )
-        return _learned(context, prices) if cost == "learned" else prices
+        ends = _ends(context.imported) if cost == "profiled" else []
+        seconds_each = _PROFILING * seconds_left / (1 + len(ends))
+        prices = [
+            Profiled(machine, database=context.database, bindings=b, time_budget=seconds_each)
+            for b in (bindings, *ends)
+        ]
+        return _learned(context, prices[0]) if cost == "learned" else _over_sizes(context, prices)
     assert context.feeds is not None
     return Measured(
         lambda graph: to_proto(context.imported, graph).SerializeToString(),

@@ -13,8 +13,9 @@ from xrlflow.onnxio import load
 from xrlflow.pipeline.context import Context
 from xrlflow.verify import feeds_at_other_sizes
 
-# Seconds of one measurement besides loading, and the relative width of the interval that is narrow enough.
-_MEASURING, _NARROW = 2.0, 0.02
+# Seconds of one measurement besides loading, of guessed sizes and of the user's ranges, and the relative width of the
+# interval that is narrow enough.
+_MEASURING, _MEASURING_RANGES, _NARROW = 2.0, 4.0, 0.02
 # Seconds to run the original with inputs of these sizes: many elements of a slow model may take long. A size whose run
 # takes more than a part of the measurement is left out.
 _RUNNING, _PART = 3.0, 1 / 4
@@ -22,9 +23,11 @@ _SIZES = 2
 
 
 def other_sizes(context: Context) -> list[tuple[str, Feeds]]:
-    """Inputs whose sizes are an eighth, and four times, of the usual ones, with a text that says the sizes. Dimensions
-    that the user states keep their sizes; none if the inputs are the user's. Sizes with which a run takes long are left
-    out, with a note. Raises BackendError if the original cannot be loaded."""
+    """Inputs with the least and the greatest sizes of the user's ranges (without ranges: an eighth, and four times, of
+    the usual sizes), with a text that says the sizes. Dimensions that the user states keep their sizes; none if the
+    inputs are the user's. Sizes with which a run takes long are left out, with a note. Raises BackendError if the
+    original cannot be loaded.
+    """
     options = context.options
     if options.inputs is not None or context.feeds is None or context.imported.fixed:
         return []
@@ -38,7 +41,7 @@ def other_sizes(context: Context) -> list[tuple[str, Feeds]]:
             for at, feeds in feeds_at_other_sizes(imported, original.run, options.seed):
                 text = ", ".join(f"{name}={size}" for name, size in at.items())
                 seconds = _seconds(original, feeds)
-                if seconds > _PART * _MEASURING:
+                if seconds > _PART * _measuring(context):
                     context.notes.append(f"not measured with {text}: a run takes {seconds:.1f} s")
                 else:
                     context.at_sizes[0].append((text, feeds))
@@ -57,12 +60,19 @@ def _seconds(original: OrtModel, feeds: Feeds) -> float:
 
 def seconds_at_sizes(context: Context) -> float:
     """About how long `slower_with` takes."""
-    opened = bool(context.imported.bindings) and not context.shapes and context.options.inputs is None
+    imported = context.imported
+    opened = (
+        bool(imported.ranges or (imported.bindings and not context.shapes)) and context.options.inputs is None
+    )
     return _SIZES * _at_one(context) if opened else 0.0
 
 
 def _at_one(context: Context) -> float:
-    return _MEASURING + 2 * context.clock.loading
+    return _measuring(context) + 2 * context.clock.loading
+
+
+def _measuring(context: Context) -> float:
+    return _MEASURING_RANGES if context.imported.ranges else _MEASURING
 
 
 def slower_with(context: Context, path: str) -> str:
@@ -110,6 +120,6 @@ def _speedup(context: Context, before: str | bytes, after: str | bytes, feeds: F
     options = context.options
     with context.clock.phase("measure"):
         return measure(
-            [before, after], feeds, threads=context.threads, time_limit=_MEASURING, target_width=_NARROW,
+            [before, after], feeds, threads=context.threads, time_limit=_measuring(context), target_width=_NARROW,
             control=False, session_options=options.session_options,
         ).speedup  # fmt: skip

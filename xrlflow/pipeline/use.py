@@ -17,6 +17,7 @@ from xrlflow.backends.onnxruntime import Options, load_library, open_model, with
 from xrlflow.backends.onnxruntime.reasons import reason
 from xrlflow.backends.onnxruntime.session import ort_errors
 from xrlflow.backends.protocol import one_line
+from xrlflow.common.sizes import Shapes
 from xrlflow.onnxio import ModelError, Source, load
 from xrlflow.onnxio.regions import noted_rows
 from xrlflow.options import OptionError, check_seed, check_shapes, check_threads
@@ -93,7 +94,7 @@ def run_once(
     model: Source,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
-    shapes: Mapping[str, Sequence[int]] | None = None,
+    shapes: Shapes | None = None,
     threads: int | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:

@@ -262,12 +262,15 @@ def bench(measured: Mapping[str, Any]) -> None:
     """Print a measurement as names and values, and what it shows."""
     table = _grid("", "")
     for key, value in measured.items():
-        if key != "shapes":
+        if key not in ("shapes", "at_sizes"):
             table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     _console.print(table)
     shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in measured["shapes"].items())
     if shapes:
         _console.print(f"measured with {shapes}")
+    for sizes, there in measured.get("at_sizes", {}).items():
+        speedup = SpeedUp(there["speedup"], there["speedup_low"] or 0.0, there["speedup_high"] or math.inf)
+        _console.print(f"with {sizes}: {there['latency_ms']:.4g} ms, {speedup}")
     if measured["disturbed"]:
         _console.print("note: other programs used the processor while it was measured")
     if measured["against"] != "itself":

@@ -173,8 +173,9 @@ class CaseSampler(Generic[T]):
         """
         plan = self.plan
         candidates = [*islice(plan.dimensions.candidates(plan.bound, self.seed), tries)]
-        mine = plan.dimensions.default(plan.bound) if plan.bound else None
-        return [b for b in candidates if b == mine or plan.nbytes(b) <= _DRAWN] or candidates
+        mine = [plan.dimensions.default(plan.bound)] if plan.bound else []
+        mine += plan.dimensions.ends(plan.bound)
+        return [b for b in candidates if b in mine or plan.nbytes(b) <= _DRAWN] or candidates
 
     def _samples(self, bindings: Bindings, samples: Iterable[int]) -> list[tuple[Case, T]]:
         """The cases of one choice of sizes on which the model runs, at most one for each of `samples`.
@@ -416,16 +417,17 @@ def feeds_for_measurement(
 def feeds_at_other_sizes(
     imported: ImportedModel, run: Callable[[Feeds], object], seed: int = 0
 ) -> list[tuple[Bindings, dict[str, Any]]]:
-    """Inputs with few and with many elements: dimensions that the user does not state are an eighth, and four times, of
-    what `feeds_for_measurement` takes. Only those with which the model runs (`run` raises BackendError if it fails).
+    """Inputs with few and with many elements: the least and the greatest sizes of the user's ranges; without ranges,
+    dimensions that the user does not state are an eighth, and four times, of what `feeds_for_measurement` takes. Only
+    those with which the model runs (`run` raises BackendError if it fails).
     """
     plan = InputPlan.of(imported)
     usual = plan.dimensions.default(plan.bound)
     free = [s.name for s in plan.dimensions.slots if s.name not in plan.bound and s.role is not Role.RANK]
     found: list[tuple[Bindings, dict[str, Any]]] = []
-    for factor in (0.125, 4):
-        sizes = {name: max(1, int(factor * usual[name])) for name in free}
-        bindings = plan.dimensions.changed(usual, sizes)
+    scaled = [{name: max(1, int(factor * usual[name])) for name in free} for factor in (0.125, 4)]
+    ends = plan.dimensions.ends(plan.bound)
+    for bindings in ends or [plan.dimensions.changed(usual, sizes) for sizes in scaled]:
         if bindings == usual or plan.nbytes(bindings) > _DRAWN:
             continue
         feeds = dict(plan.case(bindings, seed, 0).feeds)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, count, islice
 from typing import TypeAlias
 
+from xrlflow.common.sizes import Range, middle
 from xrlflow.ops.work import BATCH_DIM, OTHER_DIM
 from xrlflow.verify.signature import Port
 
@@ -44,9 +45,10 @@ class Dimensions:
 
     slots: tuple[Slot, ...]
     sums: Mapping[str, ast.expr]
+    ranges: Mapping[str, Range] = field(default_factory=dict)  # the user's
 
     @staticmethod
-    def of(ports: Sequence[Port]) -> Dimensions:
+    def of(ports: Sequence[Port], ranges: Mapping[str, Range] | None = None) -> Dimensions:
         symbols = {d for p in ports for d in p.type.shape or () if isinstance(d, str)}
         sums = {s: tree for s in sorted(symbols) if (tree := _expression(s, symbols)) is not None}
         slots: dict[str, Slot] = {}
@@ -67,7 +69,7 @@ class Dimensions:
                 slots.setdefault(
                     name, Slot(name, axis, _role(dim or "", axis, len(port.type.shape)), dim is None)
                 )
-        return Dimensions(tuple(slots.values()), sums)
+        return Dimensions(tuple(slots.values()), sums, dict(ranges or {}))
 
     def complete(self, bindings: Mapping[str, int]) -> dict[str, int]:
         """The sizes `bindings`, together with those of the computed dimensions."""
@@ -97,7 +99,9 @@ class Dimensions:
         )
 
     def default(self, bound: Bindings) -> dict[str, int]:
-        """The user's sizes; for other dimensions those that the cost model assumes."""
+        """The user's sizes, and the middles of the user's ranges; for other dimensions those that the cost model
+        assumes.
+        """
         bindings = {}
         for slot in self.slots:
             if slot.role == Role.RANK:
@@ -105,10 +109,20 @@ class Dimensions:
                 # on.
                 stem = slot.name.removesuffix("rank")
                 usual = next(axis for axis in count() if f"{stem}{axis}" not in bound) or 2
+            elif slot.name in self.ranges:
+                usual = middle(*self.ranges[slot.name])
             else:
                 usual = {Role.BATCH: BATCH_DIM, Role.PAST: _PAST_DIM}.get(slot.role, OTHER_DIM)
             bindings[slot.name] = bound.get(slot.name, usual)
         return self.complete(bindings)
+
+    def ends(self, bound: Bindings) -> list[dict[str, int]]:
+        """The sizes of `default` with the least, and with the greatest, sizes of the user's ranges."""
+        usual = self.default(bound)
+        free = {name: both for name, both in self.ranges.items() if name not in bound}
+        return [
+            self.changed(usual, {name: both[end] for name, both in free.items()}) for end in (0, 1) if free
+        ]
 
     def candidates(self, bound: Bindings, turn: int = 0) -> Iterator[dict[str, int]]:
         """Different choices of sizes, never all 1, in the order in which they find most mistakes. The iterator is
@@ -223,9 +237,12 @@ def _fill(self: Dimensions, at: int, other: Mapping[str, int], batch: int | None
 
 
 def _mine(self: Dimensions, bound: Bindings) -> _Choices:
-    if any(slot.name in bound for slot in self.slots):
-        bindings = self.default(bound)
-        yield {slot.name: bindings[slot.name] for slot in self.slots}
+    if any(slot.name in bound or slot.name in self.ranges for slot in self.slots):
+        for bindings in [
+            self.default(bound),
+            *self.ends({n: b for n, b in bound.items() if n not in self.ranges}),
+        ]:
+            yield {slot.name: bindings[slot.name] for slot in self.slots}
 
 
 def _primes(self: Dimensions, bound: Bindings, turn: int) -> _Choices:

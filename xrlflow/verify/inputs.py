@@ -89,7 +89,7 @@ class InputPlan:
             for p in ports
             if p.name in values
         }
-        return InputPlan(ports, defaults, demands, Dimensions.of(ports), imported.bindings)
+        return InputPlan(ports, defaults, demands, Dimensions.of(ports, imported.ranges), imported.bindings)
 
     @property
     def dynamic(self) -> bool:
