@@ -164,8 +164,9 @@ def optimize(
       RMS error over its RMS is at most `precision_error` (default 0.03) on inputs that had no part in calibrating.
       "int8" quantises the layers that gain time, and needs `inputs`: best a folder of several .npz files. The default
       is "keep".
-    - `shapes`: input name -> shape, for cost and measurement; `fix_shapes` also writes them into the model. A pair, as in
-      (1, (16, 512)), is the least and the greatest size of a dimension, which stays open: both, and one between, count.
+    - `shapes`: input name -> shape, for cost and measurement; `fix_shapes` also writes them into the model. A pair in a
+      shape, as in (1, (16, 512)), is the least and the greatest size of a dimension, which stays open: both, and one
+      between, count.
     - `max_growth`: the largest size of the result, as a multiple of the model's. `opset`: the opset of the result
       (default: the model's, or the lowest later one that has all operators).
 
