@@ -10,6 +10,7 @@ import pytest
 
 from tests.verify.models import model, normal
 from xrlflow.backends import BackendError
+from xrlflow.backends.onnxruntime import open_model
 from xrlflow.onnxio import load
 from xrlflow.verify import InputsNeeded, Reference, feeds_at_other_sizes, feeds_for_measurement, verify
 from xrlflow.verify.cases import CaseSampler
@@ -437,3 +438,50 @@ def test_a_cache_usually_holds_more_than_a_text() -> None:
     plan = InputPlan.of(load(proto))
     assert plan.dimensions.default({}) == {"batch": 1, "past_length": 256, "length": 64}
     assert plan.dimensions.default({"past_length": 8})["past_length"] == 8
+
+
+def merged(
+    step: str = "s = Squeeze(x, one) t = Unsqueeze(s, one) y = Concat<axis = 1>(past, t)",
+) -> onnx.ModelProto:
+    """A decoder of one file for both phases: with a cache it takes one token only."""
+    return model(
+        "g (float[batch,length] x, float[batch,past_length] past, bool[1] use_cache) => (float[batch,total] out)"
+        f" {{ out = If(use_cache) <then_branch = cached () => (float[b,t] y) {{ {step} }},"
+        " else_branch = prompt () => (float[b,t] z) { z = Neg(x) }> }",
+        one=np.asarray([1]),
+    )  # fmt: skip
+
+
+def test_a_decoder_with_a_flag_is_measured_with_one_token() -> None:
+    with open_model(merged().SerializeToString()) as original:
+        feeds = feeds_for_measurement(load(merged()), 0, original.run)
+    assert feeds["use_cache"].tolist() == [True]
+    assert (feeds["x"].shape, feeds["past"].shape) == ((1, 1), (1, 256))
+
+
+def test_other_sizes_of_a_decoder_with_a_flag() -> None:
+    """More batches, a shorter and a longer cache, and a prompt. The dimension of 1 stays where it has to."""
+    usual = {"batch": 1, "length": 1, "past_length": 256}
+    with open_model(merged().SerializeToString()) as original:
+        found = feeds_at_other_sizes(load(merged()), original.run, usual=usual)
+    assert [sizes for sizes, _ in found] == [
+        {"batch": 1, "length": 1, "past_length": 32},
+        {"batch": 1, "length": 1, "past_length": 1024},
+        {"batch": 1, "length": 64, "past_length": 256, "use_cache": False},
+    ]
+    assert [feeds["use_cache"].item() for _, feeds in found] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["y = Concat<axis = 1>(past, past)", "s = Neg(x) y = Concat<axis = 1>(past, s)"]
+)
+def test_a_branch_that_takes_one_token_is_compared(wrong: str) -> None:
+    proto = merged()
+    assert verify(proto, proto, imported=load(proto)).verified
+    assert not verify(proto, merged(wrong), imported=load(proto)).verified
+
+
+def test_a_wrong_prompt_is_found() -> None:
+    proto, other = merged(), merged()
+    other.graph.node[0].attribute[1].g.node[0].op_type = "Abs"
+    assert not verify(proto, other, imported=load(proto)).verified

@@ -38,7 +38,9 @@ def other_sizes(context: Context) -> list[tuple[str, Feeds]]:
             context.original.runnable, threads=context.threads, session_options=options.session_options
         )
         with context.clock.phase("select"), session as original, deadline.within(time.monotonic() + _RUNNING):
-            for at, feeds in feeds_at_other_sizes(imported, original.run, options.seed):
+            for at, feeds in feeds_at_other_sizes(
+                imported, original.run, options.seed, context.imported.bindings
+            ):
                 text = ", ".join(f"{name}={size}" for name, size in at.items())
                 seconds = _seconds(original, feeds)
                 if seconds > _PART * _measuring(context):

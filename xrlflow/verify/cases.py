@@ -10,9 +10,9 @@ are always compared on the same inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, cycle, islice, zip_longest
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -177,11 +177,13 @@ class CaseSampler(Generic[T]):
         mine += plan.dimensions.ends(plan.bound)
         return [b for b in candidates if b in mine or plan.nbytes(b) <= _DRAWN] or candidates
 
-    def _samples(self, bindings: Bindings, samples: Iterable[int]) -> list[tuple[Case, T]]:
+    def _samples(
+        self, bindings: Bindings, samples: Iterable[int], turning: bool = True
+    ) -> list[tuple[Case, T]]:
         """The cases of one choice of sizes on which the model runs, at most one for each of `samples`.
 
-        On failure, values are drawn again a few times. If the model does not run on the first sample, further samples
-        are not tried.
+        On failure, values are drawn again a few times, and at last flags are turned: with a cache, a decoder may take
+        one token only. If the model does not run on the first sample, further samples are not tried.
         """
         cases: list[tuple[Case, T]] = []
         # If all inputs are floats, drawing other values does not make the model run.
@@ -198,6 +200,10 @@ class CaseSampler(Generic[T]):
                 if result is not None:
                     cases.append((case, result))
                     break
+            if not cases and turning and self.plan.flags:
+                case = self.plan.case(bindings, self.seed, sample, turned=True)
+                result = self.attempt(case)
+                cases.extend([(case, result)] if result is not None else [])
             if not cases:
                 break
         return cases
@@ -387,15 +393,19 @@ def feeds_for_measurement(
 
     sampler = CaseSampler(plan, attempt, seed=seed)
     late: OutOfTime | None = None
-    candidates = [usual, *(sampler._candidates(MAX_TRIES) if plan.dynamic else [])][::-1]
+    # With a cache, one token is measured rather than a prompt.
+    first = [usual, *plan.dimensions.ones(usual, plan.bound)] if plan.dynamic and plan.flags else []
+    candidates = [*first, usual, *(sampler._candidates(MAX_TRIES) if plan.dynamic else [])][::-1]
+    turning_from = len(candidates) - len(first)
     while candidates:
+        turning = len(candidates) <= turning_from
         bindings = candidates.pop()
         if deadline.over():
             raise OutOfTime(
                 "no inputs were found on which the model runs: the time for it was over"
             ) from late
         try:
-            cases = sampler._samples(bindings, [0])
+            cases = sampler._samples(bindings, [0], turning)
         except OutOfTime as error:
             if late is None:  # the user's own sizes are never replaced
                 candidates = [
@@ -415,25 +425,42 @@ def feeds_for_measurement(
 
 
 def feeds_at_other_sizes(
-    imported: ImportedModel, run: Callable[[Feeds], object], seed: int = 0
+    imported: ImportedModel, run: Callable[[Feeds], object], seed: int = 0, usual: Bindings | None = None
 ) -> list[tuple[Bindings, dict[str, Any]]]:
     """Inputs with few and with many elements: the least and the greatest sizes of the user's ranges; without ranges,
-    dimensions that the user does not state are an eighth, and four times, of what `feeds_for_measurement` takes. Only
-    those with which the model runs (`run` raises BackendError if it fails).
+    dimensions that the user does not state are an eighth, and four times, of `usual` (default: what
+    `feeds_for_measurement` tries first). Also inputs with the other values of flags, which are named with the sizes.
+    Only those with which the model runs (`run` raises BackendError if it fails).
     """
     plan = InputPlan.of(imported)
-    usual = plan.dimensions.default(plan.bound)
+    first = plan.dimensions.default(plan.bound)
+    usual = plan.dimensions.changed(first, {n: d for n, d in (usual or {}).items() if n in first})
     free = [s.name for s in plan.dimensions.slots if s.name not in plan.bound and s.role is not Role.RANK]
-    found: list[tuple[Bindings, dict[str, Any]]] = []
-    scaled = [{name: max(1, int(factor * usual[name])) for name in free} for factor in (0.125, 4)]
     ends = plan.dimensions.ends(plan.bound)
-    for bindings in ends or [plan.dimensions.changed(usual, sizes) for sizes in scaled]:
-        if bindings == usual or plan.nbytes(bindings) > _DRAWN:
-            continue
-        feeds = dict(plan.case(bindings, seed, 0).feeds)
-        with suppress(BackendError):
+    larger = [n for n in free if usual[n] > 1]  # a dimension of 1 may have to be 1
+    found: list[tuple[Bindings, dict[str, Any]]] = []
+
+    def ran(bindings: Bindings, turned: Mapping[str, bool] = MappingProxyType({})) -> bool:
+        if plan.nbytes(bindings) > _DRAWN:
+            return False
+        feeds = dict(plan.case(bindings, seed, 0, turned=bool(turned)).feeds)
+        try:
             run(feeds)
-            found.append((bindings, feeds))
+        except BackendError:
+            return False
+        found.append(({**bindings, **turned}, feeds))
+        return True
+
+    for bindings in ends:
+        ran(bindings)
+    for factor in () if ends else (0.125, 4):
+        for names in (free, larger):
+            sizes = plan.dimensions.changed(usual, {n: max(1, int(factor * usual[n])) for n in names})
+            if sizes == usual or ran(sizes):
+                break
+    if plan.flags:
+        feeds = plan.case(first, seed, 0).feeds
+        ran(first, {name: not feeds[name].item() for name in sorted(plan.flags)})
     return found
 
 

@@ -124,6 +124,13 @@ class Dimensions:
             self.changed(usual, {name: both[end] for name, both in free.items()}) for end in (0, 1) if free
         ]
 
+    def ones(self, base: Bindings, bound: Bindings) -> list[dict[str, int]]:
+        """The sizes `base` with one dimension at a time 1, of those that the user does not state: a decoder may take
+        one token at a time.
+        """
+        names = [s.name for s in self.slots if s.role is Role.OTHER and s.name not in bound]
+        return [self.changed(base, {n: 1}) for n in names if base[n] != 1 and n not in self.ranges]
+
     def candidates(self, bound: Bindings, turn: int = 0) -> Iterator[dict[str, int]]:
         """Different choices of sizes, never all 1, in the order in which they find most mistakes. The iterator is
         finite.
@@ -252,6 +259,15 @@ def _primes(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
         yield _fill(self, at, numbers)
 
 
+def _ones(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
+    """A different prime for each symbol, and 1 for one of them."""
+    names = [slot.name for slot in self.slots if slot.role is Role.OTHER]
+    for at, name in enumerate(names * len(_PRIMES)):
+        base = next(islice(_primes(self, bound, turn), at, None))
+        sizes = self.changed(base, {name: 1})
+        yield {slot.name: sizes[slot.name] for slot in self.slots}
+
+
 def _batch_only(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
     """The user's sizes, with other batches."""
     mine = self.default(bound)
@@ -323,6 +339,7 @@ def _set_partitions(n: int) -> Iterator[tuple[int, ...]]:
 
 SCHEMES: tuple[_Scheme, ...] = (
     _primes,
+    _ones,
     _batch_only,
     _by_axis(1),
     _others_only,

@@ -95,6 +95,12 @@ class InputPlan:
     def dynamic(self) -> bool:
         return bool(self.dimensions.slots)
 
+    @property
+    def flags(self) -> frozenset[str]:
+        """The inputs of one truth value, which choose what the model does ("use_cache_branch")."""
+        kinds = {p.name: p.type for p in self.ports if p.type.other is None}
+        return frozenset(n for n, t in kinds.items() if t.dtype == DType.BOOL and t.shape in ((), (1,)))
+
     def traits(self) -> InputTraits:
         """The properties of these inputs that decide which kinds of values are worth a run."""
         of = [(p, self.demands.get(p.name, Demands())) for p in self.ports if p.type.other is None]
@@ -115,9 +121,16 @@ class InputPlan:
         return sum(prod(self.dimensions.shape(p, bindings)) * p.type.dtype.bits for p in dense) // 8
 
     def case(
-        self, bindings: Bindings, seed: int, sample: int, cautious: bool = False, values: Values = ORDINARY
+        self,
+        bindings: Bindings,
+        seed: int,
+        sample: int,
+        cautious: bool = False,
+        values: Values = ORDINARY,
+        turned: bool = False,
     ) -> Case:
-        """Inputs of these sizes. `cautious`: draw the smallest values that the constraints allow.
+        """Inputs of these sizes. `cautious`: draw the smallest values that the constraints allow. `turned`: with the
+        other values of `flags`.
 
         Raises InputsNeeded for an input that is not a dense tensor.
         """
@@ -147,6 +160,8 @@ class InputPlan:
                 self.thresholds,
             )
             feeds[port.name] = draw.array()
+            if turned and port.name in self.flags:
+                feeds[port.name] = ~feeds[port.name]
         if sample == 1 and values.ordinary:  # in this sample inputs override their defaults
             for port, const in self.defaults:
                 if port.type.dtype in (DType.FLOAT, DType.DOUBLE, DType.FLOAT16):
