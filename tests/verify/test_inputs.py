@@ -440,6 +440,30 @@ def test_a_cache_usually_holds_more_than_a_text() -> None:
     assert plan.dimensions.default({"past_length": 8})["past_length"] == 8
 
 
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("float[n,3,h,w] x", {"n": 1, "h": 224, "w": 224}),
+        ("float[n,h,w,3] x", {"n": 1, "h": 224, "w": 224}),
+        ("float[n,1,q,k] x", {"n": 1, "q": 64, "k": 64}),
+        ("float[n,4,h,w] x", {"n": 1, "h": 64, "w": 64}),
+        ("float[n,samples] x", {"n": 1, "samples": 16_000}),
+        ("float[n,1,t] waveform", {"n": 1, "t": 16_000}),
+        ("float[n,80,t] features", {"n": 1, "t": 64}),
+        ("int64[n,samples] ids", {"n": 1, "samples": 64}),
+    ],
+)
+def test_usual_sizes(text: str, sizes: dict[str, int]) -> None:
+    proto = model(f"g ({text}) => ({text.split()[0]} y) {{ y = Neg({text.split()[1]}) }}")
+    assert InputPlan.of(load(proto)).dimensions.default({}) == sizes
+
+
+def test_other_sizes_of_an_image_have_an_eighth_and_four_times_as_many_pixels() -> None:
+    proto = model("g (float[1,3,h,w] x) => (float[1,3,h,w] y) { y = Neg(x) }")
+    found = [sizes for sizes, _ in feeds_at_other_sizes(load(proto), lambda feeds: None)]
+    assert found == [{"h": 64, "w": 64}, {"h": 448, "w": 448}]
+
+
 def merged(
     step: str = "s = Squeeze(x, one) t = Unsqueeze(s, one) y = Concat<axis = 1>(past, t)",
 ) -> onnx.ModelProto:

@@ -429,8 +429,9 @@ def feeds_at_other_sizes(
 ) -> list[tuple[Bindings, dict[str, Any]]]:
     """Inputs with few and with many elements: the least and the greatest sizes of the user's ranges; without ranges,
     dimensions that the user does not state are an eighth, and four times, of `usual` (default: what
-    `feeds_for_measurement` tries first). Also inputs with the other values of flags, which are named with the sizes.
-    Only those with which the model runs (`run` raises BackendError if it fails).
+    `feeds_for_measurement` tries first), and so is the number of an image's pixels. Also inputs with the other values
+    of flags, which are named with the sizes. Only those with which the model runs (`run` raises BackendError if it
+    fails).
     """
     plan = InputPlan.of(imported)
     first = plan.dimensions.default(plan.bound)
@@ -455,7 +456,7 @@ def feeds_at_other_sizes(
         ran(bindings)
     for factor in () if ends else (0.125, 4):
         for names in (free, larger):
-            sizes = plan.dimensions.changed(usual, {n: max(1, int(factor * usual[n])) for n in names})
+            sizes = plan.dimensions.changed(usual, plan.dimensions.scaled(usual, names, factor))
             if sizes == usual or ran(sizes):
                 break
     if plan.flags:

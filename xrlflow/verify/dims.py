@@ -10,6 +10,7 @@ from itertools import chain, count, islice
 from typing import TypeAlias
 
 from xrlflow.common.sizes import Range, middle
+from xrlflow.ir import FLOATS
 from xrlflow.ops.work import BATCH_DIM, OTHER_DIM
 from xrlflow.verify.signature import Port
 
@@ -23,6 +24,8 @@ class Role(Enum):
     BATCH = "batch"
     PAST = "past"  # the positions that a decoder has cached
     TOTAL = "total"  # past and present positions together
+    IMAGE = "image"  # the height or width of an image
+    SAMPLES = "samples"  # the length of a waveform
     RANK = "rank"  # of an input of unknown rank
     OTHER = "other"
 
@@ -66,9 +69,8 @@ class Dimensions:
                 if isinstance(dim, int) or dim in sums:
                     continue
                 name = dim if dim is not None else f"{port.name}.{axis}"
-                slots.setdefault(
-                    name, Slot(name, axis, _role(dim or "", axis, len(port.type.shape)), dim is None)
-                )
+                role = _of_signal(port, axis) or _role(dim or "", axis, len(port.type.shape))
+                slots.setdefault(name, Slot(name, axis, role, dim is None))
         return Dimensions(tuple(slots.values()), sums, dict(ranges or {}))
 
     def complete(self, bindings: Mapping[str, int]) -> dict[str, int]:
@@ -112,7 +114,7 @@ class Dimensions:
             elif slot.name in self.ranges:
                 usual = middle(*self.ranges[slot.name])
             else:
-                usual = {Role.BATCH: BATCH_DIM, Role.PAST: _PAST_DIM}.get(slot.role, OTHER_DIM)
+                usual = _USUAL_SIZE.get(slot.role, OTHER_DIM)
             bindings[slot.name] = bound.get(slot.name, usual)
         return self.complete(bindings)
 
@@ -123,6 +125,18 @@ class Dimensions:
         return [
             self.changed(usual, {name: both[end] for name, both in free.items()}) for end in (0, 1) if free
         ]
+
+    def scaled(self, base: Bindings, names: Sequence[str], factor: float) -> dict[str, int]:
+        """These sizes times `factor`; heights and widths of images, which multiply, times its square root, in multiples
+        of 32, since networks halve images up to five times.
+        """
+        images = {slot.name for slot in self.slots if slot.role is Role.IMAGE}
+        return {
+            n: max(32, int(factor**0.5 * base[n]) // 32 * 32)
+            if n in images
+            else max(1, int(factor * base[n]))
+            for n in names
+        }
 
     def ones(self, base: Bindings, bound: Bindings) -> list[dict[str, int]]:
         """The sizes `base` with one dimension at a time 1, of those that the user does not state: a decoder may take
@@ -150,11 +164,34 @@ class Dimensions:
                 yield self.complete(bindings)
 
 
-# How many tokens a cache usually holds: at 64, what a decoder does with its cache would hardly count.
-_PAST_DIM = 256
+# With a cache of 64 tokens, what a decoder does with its cache would hardly count; 64 samples of a waveform are less
+# than one of its frames.
+_USUAL_SIZE = {Role.BATCH: BATCH_DIM, Role.PAST: 256, Role.IMAGE: 224, Role.SAMPLES: 16_000}
+# Of images. With 1 channel it may be a mask of attention, with 4 a picture in a diffusion model's own form.
+_CHANNELS = 3
+_WAVEFORMS = ("audio", "wave", "sample", "signal", "input_values", "speech")
 
 # If the name of the first dimension contains one of these, it is not a batch.
 _NO_BATCH = ("seq", "len", "time", "token", "step", "frame", "audio", "row", "height", "width")
+
+
+def _of_signal(port: Port, axis: int) -> Role | None:
+    """The role of a dimension of an image or a waveform; None for others."""
+    shape = port.type.shape or ()
+    image = len(shape) == 4 and (
+        (shape[1] == _CHANNELS and axis > 1) or (shape[3] == _CHANNELS and axis in (1, 2))
+    )
+    if image:
+        return Role.IMAGE
+    names = f"{port.name} {shape[axis]}".lower()
+    if (
+        len(shape) <= 3
+        and axis == len(shape) - 1
+        and port.type.dtype in FLOATS
+        and any(w in names for w in _WAVEFORMS)
+    ):
+        return Role.SAMPLES
+    return None
 
 
 def _role(symbol: str, axis: int, rank: int) -> Role:
