@@ -225,11 +225,23 @@ def bench(
     model: Model,
     options: Arguments,
     against: Annotated[Path | None, typer.Option(help="Compare with this model.")] = None,
+    generate: Annotated[
+        int | None,
+        typer.Option(
+            help="Measure this many steps of a decoder instead, each with the cache that the last one returned.",
+            metavar="N",
+        ),
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(help="Tokens before these steps; default: 128.", metavar="P")
+    ] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds.")] = 20.0,
     kernels: Kernels = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model's latency, or the ratio of two models' latencies with its interval."""
+    """Measure a model's latency, or the ratio of two models' latencies with its interval.
+
+    With --generate, the exit code is 1 if the outputs of the last step differ by more than a hundredth of their RMS."""
     with clear_errors():
         from xrlflow import api
         from xrlflow.report import show
@@ -241,12 +253,16 @@ def bench(
             None if against is None else source(against),
             time_limit=time_limit,
             kernels=kernels,
+            generate=generate,
+            prompt=prompt,
             **with_shapes(options),
         )
         if as_json:
             print_json(measured)
         else:
             show.bench(measured)
+        if measured.get("outputs_differ"):
+            raise typer.Exit(ExitCode.NO)
 
 
 @taking(

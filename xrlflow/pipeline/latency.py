@@ -19,6 +19,7 @@ from xrlflow.onnxio import ImportedModel, Source, load, name_of
 from xrlflow.options import Options
 from xrlflow.pipeline.artifact import Artifacts, Original, runnable
 from xrlflow.pipeline.context import Clock, Context
+from xrlflow.pipeline.generating import bench_loop
 from xrlflow.pipeline.prepare import random_feeds
 from xrlflow.pipeline.use import options_with_kernels
 from xrlflow.report import bounds
@@ -37,6 +38,8 @@ def bench(
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     seed: int = 0,
     kernels: bool = False,
+    generate: int | None = None,
+    prompt: int | None = None,
 ) -> dict[str, Any]:
     """Latency of a model in milliseconds, and its speed-up over `against`.
 
@@ -45,8 +48,21 @@ def bench(
     measurement. If `shapes` has ranges, the model is measured with sizes between, and `at_sizes` says what it takes
     with the least and the greatest. `kernels`: load the libraries of kernels in the models' folders (`NAME.so`). This
     runs their code.
+
+    `generate`: instead, the speed of a decoder with a cache, over loops of this many steps: the cache that a step
+    returns goes into the next one. A loop begins with a run of `prompt` tokens (default 128) if the model takes them
+    at once and begins with an empty cache; otherwise with a cache of `prompt` drawn tokens. The result has medians
+    over loops: tokens a second, and milliseconds of the prompt and of the first and the last step. `speedup` compares
+    all steps of a loop, and `control` a second session of the baseline with the first. `difference`, of the outputs of
+    the last step, is the RMS of their difference over their RMS (None: not finite); `outputs_differ`: it is above 0.01.
+
+    Raises OptionError, ModelError, VerificationError or BackendError.
     """
     options = Options(search="greedy", shapes=shapes, threads=threads, seed=seed, time_limit=time_limit)
+    if generate is not None or prompt is not None:
+        return bench_loop(
+            model, against, steps=generate, prompt=prompt, inputs=inputs, options=options, kernels=kernels
+        )
     imported, now = load(model, shapes=shapes), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
         original, clock = Original(model, folder), Clock(now, now + time_limit)

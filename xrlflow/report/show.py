@@ -265,18 +265,25 @@ def bench(measured: Mapping[str, Any]) -> None:
         if key not in ("shapes", "at_sizes"):
             table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     _console.print(table)
-    shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in measured["shapes"].items())
+    given = measured.get("shapes", {})
+    shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in given.items())
     if shapes:
         _console.print(f"measured with {shapes}")
     for sizes, there in measured.get("at_sizes", {}).items():
         speedup = SpeedUp(there["speedup"], there["speedup_low"] or 0.0, there["speedup_high"] or math.inf)
         _console.print(f"with {sizes}: {there['latency_ms']:.4g} ms, {speedup}")
+    if measured.get("generate") is not None and measured["prefill_ms"] is None:
+        _console.print(f"no prefill: the steps begin with {measured['prompt']} tokens in the cache")
     if measured["disturbed"]:
         _console.print("note: other programs used the processor while it was measured")
     if measured["against"] != "itself":
         low, high = measured["speedup_low"] or 0.0, measured["speedup_high"] or math.inf
         speedup = SpeedUp(measured["speedup"], low, high)
         _console.print(f"speed-up of {measured['model']} over {measured['against']}: {speedup}")
+    if measured.get("outputs_differ"):
+        difference = measured["difference"]
+        by = "not comparable, or not finite" if difference is None else f"{difference:.3g} of their RMS"
+        _console.print(f"outputs differ: {measured['output']} after the last step, {by}")
 
 
 def outputs(values: Mapping[str, Any]) -> None:
