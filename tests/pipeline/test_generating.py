@@ -368,5 +368,5 @@ def test_a_stated_shape_is_the_length_of_the_cache(tmp_path: Path) -> None:
 
 
 def test_a_range_has_no_meaning_for_a_loop() -> None:
-    with pytest.raises(OptionError, match="a range of sizes .* has no meaning with generate"):
+    with pytest.raises(OptionError, match=r"a range of sizes .* has no meaning with generate"):
         api.bench(decoder(), shapes={"past": ((1, 4), 2)}, generate=2)
