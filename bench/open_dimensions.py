@@ -1,12 +1,14 @@
-"""Models with open dimensions: `python bench/open_dimensions.py [NAMES] [--rules] [--kept] [--write]`.
+"""Models with open dimensions: `python bench/open_dimensions.py [NAMES] [--rules] [--shapes] [--kept] [--write]`.
 
 Each export of `models.exports` in its open form is optimised once, without sizes, and the one result is measured at
 several sizes of its dimensions, in turns with the original in one process: ratios above 1 are faster, the original
 against itself is the control (A/A), and rivals are beside: onnxslim and ONNX Runtime's optimizer for transformers. Rows
 are appended to `--jsonl` as they come, and the same command continues. It holds this machine's lock of measurements.
 
-`--rules` measures nothing: for each export, the substitutions that greedy search by roofline costs makes with open
-dimensions, and with the usual numbers in their place, by rule, where they differ.
+`--rules` and `--shapes` measure nothing. `--rules`: for each export, the substitutions that greedy search by roofline
+costs makes with open dimensions, with the usual numbers in their place, and with a batch of 2, by rule, where they
+differ. `--shapes`: the operators that compute with sizes alone, in each export, in what onnxsim and onnxslim make of
+it, and in the result of that search.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ import onnx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout
 
 import xrlflow
-from bench import latency, pages
+from bench import latency, pages, shape_arithmetic
 from bench.latency import cell, circumstances, ratios
-from models import exports
+from models import exports, unseen
 from xrlflow.storage.exclusive import measuring
 
 Row = dict[str, Any]
@@ -56,7 +58,9 @@ RIVALS: Mapping[str, Callable[[str, str], object]] = {
 }
 # CLIP has positions for 77 tokens.
 _MOST = {"clip-text": 77}
-TABLE = "open-dimensions"
+TABLE, TABLE_OF_SHAPES = "open-dimensions", "open-shapes"
+SIMPLIFIERS = ("onnxsim", "onnxslim")
+"""The rivals of `--shapes`."""
 
 
 def sizes_of(name: str) -> Iterator[dict[str, int]]:
@@ -123,20 +127,55 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def rules(name: str) -> tuple[dict[str, int], dict[str, int]]:
-    """The substitutions of greedy search, by rule: with open dimensions, and with numbers in their place."""
-    shapes = {key: entry.shape for key, entry in exports.find(name).network(False).inputs.items()}
+def greedy(name: str, path: str, batch: int = 0) -> xrlflow.Result:
+    """Greedy search by roofline costs on an export in its open form at `path`. `batch`: with the usual numbers instead
+    of symbols, and this batch.
+    """
+    inputs = exports.find(name).network(False).inputs
+    shapes = {key: entry.sized({"batch": batch or 1}).shape for key, entry in inputs.items()}
+    return xrlflow.optimize(
+        path, search="greedy", cost="roofline", backend="onnxruntime", measure=False, verify=False,
+        shapes=shapes, fix_shapes=bool(batch),
+    )  # fmt: skip
+
+
+def rules(name: str) -> list[Mapping[str, int]]:
+    """The substitutions of greedy search, by rule: with open dimensions, with numbers in their place, and with numbers
+    and a batch of 2 (some rules need a batch of 1, which an open batch is not).
+    """
     with tempfile.TemporaryDirectory(prefix="xrlflow-bench-") as folder:
         path = str(Path(folder) / "open.onnx")
         onnx.save(exports.export(name, open=True), path)
-        made = [
-            xrlflow.optimize(
-                path, search="greedy", cost="roofline", backend="onnxruntime", measure=False, verify=False,
-                shapes=shapes, fix_shapes=fixed,
-            ).report.substitutions
-            for fixed in (False, True)
-        ]  # fmt: skip
-    return dict(made[0]), dict(made[1])
+        return [greedy(name, path, batch).report.substitutions for batch in (0, 1, 2)]
+
+
+def shapes(name: str) -> dict[str, shape_arithmetic.Counts | str]:
+    """The operators of an export that compute with sizes alone, by who made the file. A rival's failure is a text."""
+    found: dict[str, shape_arithmetic.Counts | str] = {}
+    with tempfile.TemporaryDirectory(prefix="xrlflow-bench-") as folder:
+        path, made = str(Path(folder) / "open.onnx"), str(Path(folder) / "made.onnx")
+        onnx.save(exports.export(name, open=True), path)
+        found["original"] = shape_arithmetic.count(onnx.load(path))
+        for rival in SIMPLIFIERS:
+            try:
+                latency.SIMPLIFY[rival](path, made)
+                found[rival] = shape_arithmetic.count(onnx.load(made))
+            except Exception as error:  # a rival's failure is a result, too
+                found[rival] = f"fails ({type(error).__name__})"
+        greedy(name, path).save(made)
+        found["ours"] = shape_arithmetic.count(onnx.load(made))
+    return found
+
+
+def table_of_shapes(rows: Mapping[str, Mapping[str, shape_arithmetic.Counts | str]]) -> str:
+    columns = ("original", *SIMPLIFIERS, "ours")
+    lines = [f"| export | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for name, row in rows.items():
+        cells = [
+            c if isinstance(c, str) else f"{c.shapes} + {c.masks}" for c in map(row.__getitem__, columns)
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -144,22 +183,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", help="exports; default: all")
     parser.add_argument("--rules", action="store_true", help="count substitutions, measure nothing")
     parser.add_argument(
+        "--shapes", action="store_true", help="count what computes with sizes alone, measure nothing"
+    )
+    parser.add_argument(
         "--jsonl", type=Path, default=Path("out/open-dimensions.jsonl"), help="a row in each line"
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of each optimisation")
     parser.add_argument("--seconds", type=float, default=4.0, help="seconds of each measurement")
     parser.add_argument("--kept", action="store_true", help="measure nothing: only the rows that are kept")
-    parser.add_argument("--write", action="store_true", help=f"put the table {TABLE} into docs/benchmarks")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks")
     options = parser.parse_args(arguments)
     names = options.names or list(exports.EXPORTS)
+    if options.shapes:
+        counted = {}
+        for name in options.names or [*exports.EXPORTS, *unseen.UNSEEN]:
+            counted[name] = shapes(name)
+            print(f"{name}: {counted[name]}", flush=True)
+        print(text := table_of_shapes(counted))
+        if options.write:
+            pages.write(TABLE_OF_SHAPES, text)
+        return
     if options.rules:
         for name in names:
-            opened, fixed = rules(name)
-            differing = {r: (opened.get(r, 0), fixed.get(r, 0)) for r in sorted({*opened, *fixed})}
-            lost = {rule: counts for rule, counts in differing.items() if counts[0] != counts[1]}
+            found = rules(name)
+            counts = {
+                rule: tuple(made.get(rule, 0) for made in found) for rule in sorted({*found[0], *found[1]})
+            }
+            lost = {rule: made for rule, made in counts.items() if made[0] != made[1]}
+            total = [sum(made.values()) for made in found]
             print(
-                f"{name}: {sum(opened.values())} with symbols, {sum(fixed.values())} with numbers; {lost}",
+                f"{name}: {total[0]} with symbols, {total[1]} with numbers, {total[2]} with a batch of 2; {lost}",
                 flush=True,
             )
         return

@@ -158,6 +158,18 @@ class RemoveUnitPow(_Neutral):
     operator, number = "Pow", 1.0
 
 
+class RemoveTrueAnd(_Neutral):
+    """x and true -> x."""
+
+    operator, number = "And", 1.0
+
+
+class RemoveFalseOr(_Neutral):
+    """x or false -> x."""
+
+    operator, number = "Or", 0.0
+
+
 class RemoveRepeated(RegionRule, family="identity"):
     """f(f(x)) -> f(x)  for Relu, Abs, Sign and the roundings."""
 

@@ -86,6 +86,35 @@ class FlipWhere(Rule, family="idioms"):
         return op.Where(c, y, x)
 
 
+class ReplaceNumberInWhere(Rule, family="idioms"):
+    """where(w = k, d, w) -> where(c, a or d, b or d)  for constants, and w = where(c, a, b).
+
+    One number of a mask is replaced by another one.
+    """
+
+    proof = "numeric"
+    relies_on = "two numbers are equal or not"
+    shapes = "c[...]:bool a[...]:const b[...]:const k[...]:const d[...]:const"
+    allow_multi_use = True
+    examples = graphs(
+        "(bool[N,3] c) => (float[N,3] y) { w = Where(c, 0.5, -3.0) e = Equal(w, -3.0) y = Where(e, -2.0, w) }",
+        "(bool[N,3] c) => (float[N,3] y) { w = Where(c, 0.5, -3.0) e = Equal(w, 0.5) y = Where(e, -2.0, w) }",
+        "(bool[N,3] c) => (int64[N,3] y) { w = Where(c, 5, 4) e = Equal(w, 3) y = Where(e, [2], w) }",
+    )
+
+    def source(self, op: Op, c: Any, a: Any, b: Any, k: Any, d: Any) -> Any:
+        w = op.Where(c, a, b)
+        return op.Where(op.Equal(w, k), d, w)
+
+    def where(self, c: Val, a: Val, b: Val, k: Val, d: Val) -> None:
+        for v in (a, b, k, d):
+            require(v.uniform is not None, "a constant is not the same everywhere")
+            require(keeps_shape(c.type.shape, v.type.shape), "it may broadcast")
+
+    def target(self, op: Op, c: Val, a: Val, b: Val, k: Val, d: Val) -> Any:
+        return op.Where(c, d if a.uniform == k.uniform else a, d if b.uniform == k.uniform else b)
+
+
 _ORDERED = frozenset({DType.FLOAT, DType.DOUBLE, DType.INT32, DType.INT64})
 
 

@@ -60,6 +60,54 @@ class MergeReshapes(RegionRule, family="reshape"):
         return x if region.data is None else op.Reshape(x, list(region.data))
 
 
+class MergeUnitAxes(RegionRule, family="reshape"):
+    """unsqueeze(unsqueeze(x)) -> unsqueeze(x), squeeze(squeeze(x)) -> squeeze(x), and mixtures that become one of both.
+
+    The axes alone say that the result is right, so several dimensions may be open, which no Reshape can name.
+    """
+
+    may_lose_errors = ("sizes",)
+    canonicalises = True
+    anchors = ("Unsqueeze", "Squeeze")
+    reads_from = ("Unsqueeze", "Squeeze")
+    examples = graphs(
+        "(float[N,M] x) => (float[N,1,M,1] y) { a = Unsqueeze(x, [1]) y = Unsqueeze(a, [-1]) }",
+        "(float[N,1,M,1] x) => (float[N,M] y) { a = Squeeze(x, [1]) y = Squeeze(a, [2]) }",
+        "(float[N,M] x) => (float[N,1,M] y) { a = Unsqueeze(x, [1, 2]) y = Squeeze(a, [-2]) }",
+        "(float[N,1,M] x) => (float[N,M] y) { a = Unsqueeze(x, [0]) y = Squeeze(a, [0, 2]) }",
+    )
+    near_misses = graphs(
+        "(float[N,1,M] x) => (float[1,N,M] y) { a = Squeeze(x, [1]) y = Unsqueeze(a, [0]) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = maker(reader, node.inputs[0], self.reads_from)
+        if inner is None:
+            return None
+        rank = rank_of(reader, inner.inputs[0])
+        left: list[int | None] = list(range(rank))  # the axes of x that remain; None: a new one
+        for view in (inner, node):
+            axes = ints_input(reader, view, 1)
+            if axes is None:  # it drops all dimensions of 1
+                return None
+            if view.op == "Squeeze":
+                dropped = fronts(axes, len(left))
+                left = [own for at, own in enumerate(left) if at not in dropped]
+            else:
+                added, old = fronts(axes, len(left) + len(axes)), iter(left)
+                left = [None if at in added else next(old) for at in range(len(left) + len(axes))]
+        new = tuple(at for at, own in enumerate(left) if own is None)
+        gone = tuple(axis for axis in range(rank) if axis not in left)
+        profitable(not (new and gone), "nothing is gained")
+        return Region(node.outputs, inner.inputs[:1], (node, inner), (new, gone))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        new, gone = region.data
+        if new:
+            return op.Unsqueeze(x, list(new))
+        return op.Squeeze(x, list(gone)) if gone else x
+
+
 class CancelUnsqueeze(Rule, family="reshape"):
     """squeeze(unsqueeze(x, axes), axes) -> x, whatever the dimensions."""
 

@@ -15,6 +15,7 @@ from rewrite_rules.identity import (
     MergeCommonSubexpressions,
     RemoveDropout,
     RemoveEmptyParts,
+    RemoveFalseOr,
     RemoveIdentity,
     RemoveNoopCast,
     RemoveNoopPad,
@@ -22,6 +23,7 @@ from rewrite_rules.identity import (
     RemoveNoopSlice,
     RemoveRepeated,
     RemoveSingleton,
+    RemoveTrueAnd,
     RemoveUnitDiv,
     RemoveUnitMul,
     RemoveUnitPow,
@@ -33,6 +35,18 @@ from xrlflow.ir import Graph, Value
 from xrlflow.onnxio import load
 from xrlflow.ops.schema import COMMUTATIVE
 from xrlflow.rewrite import Library, RewriteState
+
+
+@pytest.mark.parametrize(
+    ("rule", "op", "neutral"), [(RemoveTrueAnd, "And", True), (RemoveFalseOr, "Or", False)]
+)
+def test_a_condition_that_decides_nothing(rule, op, neutral):
+    source = f"agraph (bool[N,4] x) => (bool[N,4] y) {{ a = {op}(c, x) y = Not(a) }}"
+    applies(rule(), model(source, c=np.array(neutral)), ops=["Not"])
+    refuses(rule(), model(source, c=np.array(not neutral)), "everywhere")
+    refuses(rule(), model(source, c=np.array([True, False, True, True])), "everywhere")
+    wide = source.replace("x) => (bool[N,4] y)", "x) => (bool[A,B,4] y)")
+    refuses(rule(), model(wide, c=np.full((2, 1, 1), neutral)), "broadcast")
 
 
 @pytest.mark.parametrize("shape", ["float[2,3]", "float[]", "int64[N]", "float[N,0]"])

@@ -12,6 +12,7 @@ from rewrite_rules.logic import (
     PushNotIntoComparison,
     RemoveConstantWhere,
     ReplaceCastLike,
+    ReplaceNumberInWhere,
     ReplaceWhereByCast,
 )
 from tests.rules.harness import applies, model, refuses
@@ -46,6 +47,28 @@ def test_where():
         b=ZERO,
     )
     refuses(ReplaceWhereByCast(), wide, "may broadcast")
+
+
+def test_a_number_of_a_mask_is_replaced():
+    source = (
+        "agraph (bool[N,4] c) => (float[N,4] y) { w = Where(c, a, b) e = Equal(w, k) y = Where(e, d, w) }"
+    )
+    lowest, low = np.float32(-3.4e38), np.float32(-3.3e38)
+    graph = applies(ReplaceNumberInWhere(), model(source, a=ZERO, b=lowest, k=lowest, d=low), ops=["Where"])
+    (node,) = (n for n in graph.nodes() if n.op == "Where")
+    numbers = [graph.const(v).numpy().item() for v in node.inputs[1:]]
+    np.testing.assert_allclose(numbers, [0, low])
+    applies(ReplaceNumberInWhere(), model(source, a=lowest, b=ZERO, k=lowest, d=low), ops=["Where"])
+    mixed = np.array([1, 2, 3, 4], np.float32)
+    refuses(ReplaceNumberInWhere(), model(source, a=mixed, b=ONE, k=ONE, d=low), "not the same")
+    wide = model(
+        source.replace("bool[N,4]", "bool[4]").replace("[N,4] y", "[2,4] y"),
+        a=ZERO,
+        b=ONE,
+        k=ONE,
+        d=np.full((2, 4), low),
+    )
+    refuses(ReplaceNumberInWhere(), wide, "may broadcast")
 
 
 def test_comparisons():

@@ -10,6 +10,7 @@ from rewrite_rules.reshape import (
     CancelSqueeze,
     CancelUnsqueeze,
     MergeReshapes,
+    MergeUnitAxes,
     PullUnsqueezeOutOfConcat,
     PushReshapeDown,
     PushReshapeIntoMatMul,
@@ -245,3 +246,25 @@ def test_a_last_axis_is_not_stacked_by_a_reshape() -> None:
 def test_unsqueezes_along_another_axis() -> None:
     source = STACK.format(dims="2,3", out="2,6,1", axis=1)
     refuses(PullUnsqueezeOutOfConcat(), model(source, i=np.array([2]), j=np.array([2])), "another axis")
+
+
+@pytest.mark.parametrize(
+    ("before", "first", "second", "after", "ops"),
+    [
+        ("N,M", ("Unsqueeze", [1]), ("Unsqueeze", [0, -1]), "1,N,1,M,1", ["Relu", "Unsqueeze"]),
+        ("N,1,M,1", ("Squeeze", [3]), ("Squeeze", [-2]), "N,M", ["Relu", "Squeeze"]),
+        ("N,M", ("Unsqueeze", [1, 2]), ("Squeeze", [-2]), "N,1,M", ["Relu", "Unsqueeze"]),
+        ("N,1,M", ("Unsqueeze", [0]), ("Squeeze", [0, 2]), "N,M", ["Relu", "Squeeze"]),
+        ("N,M", ("Unsqueeze", [2]), ("Squeeze", [2]), "N,M", ["Relu"]),
+        ("N,1,M", ("Squeeze", [1]), ("Unsqueeze", [2]), "N,M,1", None),
+    ],
+)
+def test_dimensions_of_1_around_open_ones(before, first, second, after, ops):
+    """No Reshape could name two open dimensions."""
+    nodes = f"a = {first[0]}(x, s) b = {second[0]}(a, t) y = Relu(b)"
+    source = f"agraph (float[{before}] x) => (float[{after}] y) {{ {nodes} }}"
+    proto = model(source, **ints(s=first[1], t=second[1]))
+    if ops is None:
+        refuses(MergeUnitAxes(), proto, "nothing is gained")
+    else:
+        applies(MergeUnitAxes(), proto, ops=ops)

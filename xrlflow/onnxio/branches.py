@@ -8,7 +8,7 @@ branch. The operator's weights and inputs stay outside of it. It costs some micr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -55,6 +55,30 @@ def _sizes(node: Node, types: Sequence[TensorType | None]) -> Iterator[tuple[int
             yield index, None if shape is None else shape[axis]
 
 
+def _causes(size: int | str, filled: frozenset[Size]) -> frozenset[object]:
+    """What makes a size 0: some of the symbols whose product it is, or itself.
+
+    `filled`: dimensions that are at least 1.
+    """
+    terms = dims.formula(size).terms if isinstance(size, str) else ()
+    atoms = terms[0][0] if len(terms) == 1 else ()
+    names = [atom.name for atom in atoms if isinstance(atom, dims.Symbol)]
+    if not names or len(names) < len(atoms):
+        return frozenset({size})
+    return frozenset(name for name in names if not dims.positive(name, filled)) or frozenset({size})
+
+
+def _telling(causes: Mapping[int, frozenset[object]]) -> list[int]:
+    """The inputs whose numbers of elements say whether a size is 0: few inputs that together have all the causes."""
+    left, chosen = dict(causes), list[int]()
+    while any(left.values()):
+        best = max(left, key=lambda index: len(left[index]))
+        chosen.append(best)
+        found = left.pop(best)
+        left = {index: own - found for index, own in left.items()}
+    return sorted(chosen)
+
+
 FOR_EMPTY = "xrlflow.empty."
 """How the names of the branches begin."""
 
@@ -67,7 +91,7 @@ class Branches:
 
     def __init__(self, own: Own | None, fresh: Callable[[str], str]) -> None:
         self.own, self.fresh = own, fresh
-        self.conditions: dict[frozenset[str], str] = {}
+        self.conditions: dict[frozenset[object], str] = {}
 
     def around(self, written: onnx.NodeProto, node: Node, graph: Graph) -> Iterator[onnx.NodeProto]:
         """The nodes to write for a node of a graph: itself, or a branch around it."""
@@ -78,15 +102,22 @@ class Branches:
         if shapes is None:
             yield written
             return
-        known = frozenset(size for _, size in sizes if isinstance(size, str))
-        shared = len(known) == len({size for _, size in sizes})
+        causes: dict[int, frozenset[object]] = {}
+        for index, size in sizes:
+            cause = _causes(size, own.filled if own else frozenset()) if size is not None else {(index,)}
+            causes[index] = causes.get(index, frozenset()) | cause
+        known = frozenset[object]().union(*causes.values())
+        shared = all(isinstance(cause, str) for cause in known)
         condition = self.conditions.get(known) if shared else None
         if condition is None:
-            counts = {written.input[index]: self.fresh("elements") for index, _ in sizes}
-            least, condition = self.fresh("least_elements"), self.fresh("not_empty")
+            counts = {written.input[index]: self.fresh("elements") for index in _telling(causes)}
+            condition = self.fresh("not_empty")
             for name, count in counts.items():
                 yield make_node("Size", [name], [count])
-            yield make_node("Min", list(counts.values()), [least])
+            least = next(iter(counts.values()))
+            if len(counts) > 1:
+                least = self.fresh("least_elements")
+                yield make_node("Min", list(counts.values()), [least])
             yield make_node("Cast", [least], [condition], to=onnx.TensorProto.BOOL)
             if shared:
                 self.conditions[known] = condition
