@@ -142,11 +142,13 @@ class _Passed:
         before = self.reader.type(expand.inputs[0]).shape
         if shape is None or parts is None or len(shape) != 4 or len(parts) != 5:
             return None
-        batch, heads, repeats, *inner = parts
+        batch, heads, repeats, length, size = parts
         if not (isinstance(heads, int) and isinstance(repeats, int) and repeats > 1):
             return None
-        if not same_dims(before, (batch, heads, 1, *inner)) or not same_dims(
-            shape, (batch, heads * repeats, *inner)
+        # The length need not be compared. It follows from the number of elements, unless that is 0: a computed shape
+        # without `allowzero` copies another dimension where the length is 0.
+        if not same_dims(before, (batch, heads, 1, length, size)) or not same_dims(
+            (shape[0], shape[1], shape[3]), (batch, heads * repeats, size)
         ):
             return None
         reshape = self.reader.producer(value)
@@ -329,6 +331,11 @@ class FuseAttention(_FuseAttention):
         "{ j = Unsqueeze(k, [2]) e = Expand(j, [1,1,2,1,1]) f = Reshape(e, [-1,4,5,4]) "
         "t = Transpose<perm=[0,1,3,2]>(f) a = MatMul(q, t) s = Mul(a, 0.5) b = Add(s, m) p = Softmax(b) "
         "l = Unsqueeze(v, [2]) g = Expand(l, [1,1,2,1,1]) h = Reshape(g, [-1,4,5,6]) y = MatMul(p, h) }",
+        "(float[N,4,3,4] q, float[N,2,T,4] k, float[N,2,T,6] v, float[3,T] m) => (float[N,4,3,6] y) "
+        "{ j = Unsqueeze(k, [2]) e = Expand(j, [1,1,2,1,1]) a0 = Shape<end=1>(k) b0 = Shape<start=2>(k) "
+        "c0 = Concat<axis=0>(a0, [4], b0) f = Reshape(e, c0) t = Transpose<perm=[0,1,3,2]>(f) a = MatMul(q, t) "
+        "s = Mul(a, 0.5) b = Add(s, m) p = Softmax(b) l = Unsqueeze(v, [2]) g = Expand(l, [1,1,2,1,1]) "
+        "b1 = Shape<start=2>(v) c1 = Concat<axis=0>(a0, [4], b1) h = Reshape(g, c1) y = MatMul(p, h) }",
     )
     near_misses = graphs(*_NEAR_MISSES)
 
@@ -408,10 +415,10 @@ def _repeats_half(reader: Reader, value: Value) -> bool:
     while True:
         node = reader.producer(value)
         if node is None:
-            array = reader.val(value).array_or_none if reader.is_const(value) else None
-            if array is None:
+            const = reader.const(value)
+            if const is None:
                 return False
-            first, second = np.split(array, 2, axis=-1)
+            first, second = np.split(const.numpy(), 2, axis=-1)  # a table of all positions may be large
             return bool(np.array_equal(first, second))
         if node.op == "Concat":
             rank = rank_of(reader, value)
@@ -423,10 +430,18 @@ def _repeats_half(reader: Reader, value: Value) -> bool:
             if not scaled:
                 return False
             value = scaled[0]
-        elif node.op == "Unsqueeze" or is_unary(node):  # a new dimension of 1 is not the last one
+        elif (
+            node.op == "Unsqueeze" or is_unary(node) or _takes_rows(reader, node)
+        ):  # a new 1 is not the last one
             value = node.inputs[0]
         else:
             return False
+
+
+def _takes_rows(reader: Reader, node: Node) -> bool:
+    """Whether a node is a Gather of rows of a table, so that its last dimension is the table's."""
+    rank = reader.type(node.inputs[0]).rank if node.op == "Gather" else None
+    return rank is not None and axis_of(node, rank, 0) < rank - 1
 
 
 class FuseRotaryEmbedding(RegionRule, family="idioms"):
@@ -459,8 +474,15 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
         "(float[1,3,2,4] x) => (float[1,3,2,4] y) <float[1,1,2,4] c = {1,2,1,2,3,4,3,4}, "
         "float[1,1,2,4] s = {4,3,4,3,2,1,2,1}> { p, q = Split<axis=-1>(x, [2, 2]) n = Neg(q) "
         "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "(float[2,3,2,4] x, int64[2,2] i) => (float[2,3,2,4] y) <float[4,4] a = {1,2,1,2,3,4,3,4,5,6,5,6,1,1,1,1}, "
+        "float[4,4] b = {4,3,4,3,2,1,2,1,7,8,7,8,2,2,2,2}> { d = Gather(a, i) e = Gather(b, i) c = Unsqueeze(d, [1]) "
+        "s = Unsqueeze(e, [1]) p, q = Split<axis=-1>(x, [2, 2]) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) "
+        "v = Mul(r, s) y = Add(u, v) }",
     )
     near_misses = graphs(
+        "(float[1,3,2,4] x, int64[4] i) => (float[1,3,2,4] y) <float[1,2,4] a = {1,2,1,2,3,4,3,4}> "
+        "{ d = Gather<axis=2>(a, i) c = Unsqueeze(d, [1]) p, q = Split<axis=-1>(x, [2, 2]) n = Neg(q) "
+        "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, c) y = Add(u, v) }",
         "(float[2,3,5,4] x, float[2,5,2] f, float[2,5,2] g) => (float[2,3,5,4] y) { d = Concat<axis=-1>(f, g) "
         "a = Cos(d) b = Sin(d) c = Unsqueeze(a, [1]) s = Unsqueeze(b, [1]) p, q = Split<axis=-1>(x, [2, 2]) "
         "n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",

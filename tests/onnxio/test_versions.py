@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper
 
@@ -16,6 +17,7 @@ from tests.runtime import recent
 from xrlflow import onnxio
 from xrlflow.onnxio import versions
 from xrlflow.onnxio.errors import ModelError
+from xrlflow.ops.work import Gemm, work
 
 F, I64 = TensorProto.FLOAT, TensorProto.INT64
 X = np.random.default_rng(0).normal(size=(2, 4, 6, 5)).astype(np.float32)
@@ -348,3 +350,40 @@ def test_an_old_runtime_gets_the_opset_that_it_has_kernels_for(
     imported = onnxio.load(proto)
     assert onnxio.to_proto(imported, imported.graph).opset_import[0].version == opset
     assert onnxio.to_proto(imported, imported.graph, opset=22).opset_import[0].version == 22
+
+
+def test_operators_of_later_opsets_have_types() -> None:
+    """And their work is counted as that of the operators of these names."""
+    proto = onnx.parser.parse_model(
+        '<ir_version: 11, opset_import: ["" : 24]> g (float[b, 2, s, 4] x, float[b, 2, t, 4] cache, int64[b] at, '
+        "int64[b] filled) => (float[b, 2, s, 4] z) "
+        "{ k = TensorScatter(cache, x, at) y = Attention(x, k, k, , , , filled) z = Relu(y) }"
+    )
+    graph = onnxio.load(proto).graph
+    types = {node.op: node.types[0].shape for node in graph.nodes()}
+    assert types == {
+        "ai.onnx@24::TensorScatter": ("b", 2, "t", 4),
+        "ai.onnx@24::Attention": ("b", 2, "s", 4),
+        "Relu": ("b", 2, "s", 4),
+    }
+    attention = next(node for node in graph.nodes() if node.op.endswith("Attention"))
+    types_in = [graph.type(v) if v else None for v in attention.inputs]
+    assert work(attention, types_in, {"b": 1, "s": 3, "t": 5}).gemm == Gemm(2, 3, 5, 8)
+
+
+@pytest.mark.parametrize("opset", [17, 21])
+def test_operators_that_onnx_does_not_define_are_written_with_any_opset(opset: int) -> None:
+    """ONNX Runtime has operators of its own in the domain of ONNX."""
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[b, 4] x) => (float[b, 4] y) <float[4] w = {1, 2, 3, 4}> '
+        "{ n = SimplifiedLayerNormalization<axis = -1>(x, w) y = Relu(n) }"
+    )
+    imported = onnxio.load(proto)
+    for written in (
+        onnxio.to_proto(imported, imported.graph),
+        onnxio.to_proto(imported, imported.graph, opset=opset),
+    ):
+        feeds = {"x": np.ones((2, 4), np.float32)}
+        assert_same_outputs(run(proto, feeds), run(written, feeds))
+    assert versions.opset_of(onnxio.to_proto(imported, imported.graph)) == 17
+    assert versions.opset_of(written) == opset

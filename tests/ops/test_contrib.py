@@ -66,3 +66,56 @@ def test_sizes_that_do_not_fit_are_left_to_the_runtime() -> None:
     )
     (node,) = load(proto).graph.nodes()
     assert node.types[0].shape is None
+
+
+_CACHE = "float[1,2,P,8] past_key, float[1,2,P,8] past_value"
+_SEEN = "int32[1] seen = {4}, int32 total = {5}"
+_NORMED = "float[8] w = {1,2,3,4,5,6,7,8}"
+_ANGLES = "float[3,2] c = {1,2,3,4,5,6}, int64[1] first = {0}"
+DECODERS = [
+    ("float[1,1,8] x", _NORMED, "y, , , t = com.microsoft.SkipSimplifiedLayerNormalization(x, x, w)"),
+    ("float[1,1,8] x", _NORMED, "y = com.microsoft.SkipSimplifiedLayerNormalization(x, x, w)"),
+    ("float[1,1,8] x", _NORMED, "y, , , t = com.microsoft.SkipLayerNormalization(x, x, w)"),
+    ("float[1,1,8] x", _NORMED, "y = SimplifiedLayerNormalization<axis=-1>(x, w)"),
+    ("float[1,1,8] x", _ANGLES, "y = com.microsoft.RotaryEmbedding<num_heads=2>(x, first, c, c)"),
+    ("float[1,2,3,4] x", _ANGLES, "y = com.microsoft.RotaryEmbedding(x, first, c, c)"),
+    ("float[1,1,8] x", "", "y = com.microsoft.MultiHeadAttention<num_heads=2>(x, x, x)"),
+    ("float[1,1,8] x, float[1,2,5,4] v", "", "y = com.microsoft.MultiHeadAttention<num_heads=2>(x, v, v)"),
+    (
+        f"float[1,1,16] x, {_CACHE}",
+        _SEEN,
+        "y, k, v = com.microsoft.GroupQueryAttention<num_heads=2, kv_num_heads=2>"
+        "(x, x, x, past_key, past_value, seen, total)",
+    ),
+    (
+        f"float[1,1,48] x, {_CACHE}",
+        _SEEN,
+        "y, k, v = com.microsoft.GroupQueryAttention<num_heads=2, kv_num_heads=2>"
+        "(x, , , past_key, past_value, seen, total)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("inputs", "constants", "call"), DECODERS, ids=lambda v: str(v).split("<")[0][-40:])
+def test_types_of_operators_of_decoders(inputs: str, constants: str, call: str) -> None:
+    names = [name for part in call.split(" = ")[0].split(",") if (name := part.strip())]
+    proto = model(f"agraph ({inputs}) => ({', '.join(names)}) <{constants}> {{ {call} }}")
+    graph = load(proto).graph
+    sizes = {v.name: [d.dim_value or 4 for d in v.type.tensor_type.shape.dim] for v in proto.graph.input}
+    computed = opened(proto).run(None, {name: np.ones(of, np.float32) for name, of in sizes.items()})
+    for value, array in zip(graph.outputs, computed):
+        found = graph.type(value)
+        assert found.dtype == dtype_of(array.dtype)
+        assert found.shape is not None
+        # A cache has all positions, or those of a buffer that it shares: its length is not known.
+        assert [5 if d is None else d for d in found.shape] == list(array.shape)
+
+
+def test_a_node_behind_a_cache_operator_has_a_type() -> None:
+    proto = model(
+        f"agraph (float[1,1,16] x, {_CACHE}) => (z) <{_SEEN}> {{ "
+        "y = com.microsoft.GroupQueryAttention<num_heads=2, kv_num_heads=2>"
+        "(x, x, x, past_key, past_value, seen, total) z = Relu(y) }"
+    )
+    graph = load(proto).graph
+    assert graph.type(graph.outputs[0]).shape == (1, 1, 16)

@@ -33,6 +33,17 @@ def test_a_scalar_stays_a_scalar() -> None:
     assert list(model.graph.initializer[0].dims) == []
 
 
+def test_operators_of_later_opsets_are_written_with_theirs() -> None:
+    """Next to others, which keep theirs."""
+    nodes = [
+        Node("ai.onnx@24::Swish", (Value(1),), (Value(2),), (FLOAT,), NO_ATTRS),
+        Node("com.microsoft::Gelu", (Value(2),), (Value(3),), (FLOAT,), NO_ATTRS),
+    ]
+    model = onnx.load_from_string(model_of(nodes, {Value(1): FLOAT}, {}, [Value(3)]))
+    assert {i.domain: i.version for i in model.opset_import} == {"": 24, "com.microsoft": 1}
+    assert [(n.domain, n.op_type) for n in model.graph.node] == [("", "Swish"), ("com.microsoft", "Gelu")]
+
+
 def test_other_domains_are_imported() -> None:
     node = Node("com.microsoft::Gelu", (Value(1),), (Value(2),), (FLOAT,), Attrs({}))
     model = onnx.load_from_string(model_of([node], {Value(1): FLOAT}, {}, [Value(2)]))

@@ -128,6 +128,13 @@ def test_attention_attends_to_the_past() -> None:
     assert w.gemm.n == 11
 
 
+def test_attention_with_shared_heads_attends_to_the_past() -> None:
+    past, rows = t(2, 2, 4, 8), [t(2, 1, 48), t(2, 1, 16), t(2, 1, 16)]
+    grouped = {"num_heads": 6, "kv_num_heads": 2}
+    w = count("com.microsoft::GroupQueryAttention", [*rows, past, past], [t(2, 1, 48)], **grouped)
+    assert w.gemm == Gemm(12, 1, 5, 16)
+
+
 @pytest.mark.parametrize(("op", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
 def test_a_recurrent_layer_reads_its_recurrence_at_every_step(op: str, gates: int) -> None:
     steps, batch, inputs, hidden = 6, 2, 3, 5

@@ -18,6 +18,8 @@ from xrlflow.prover.cases import (
     RuntimeResult,
     Wrong,
     check_floats,
+    draw_feeds,
+    drawn_floats,
     find_cases,
     tried_bindings,
     usable,
@@ -186,3 +188,23 @@ def test_in_turn() -> None:
 def test_each_problem_once() -> None:
     graphs = [read(f"agraph (float[{d}] x) => (y) {{ y = Neg(x) }}") for d in ("2", "N", "2")]
     assert len(list(different(build(sketch_of(g)) for g in graphs))) == 2
+
+
+def test_numbers_that_a_rule_reads_are_not_drawn() -> None:
+    """The proof draws the numbers of an opaque constant, unless a rule has read them: it may depend on them."""
+    graph = read(
+        "agraph (float[3] x) => (y) <float[3] c = {1,2,3}, float[3] d = {4,5,6}> { a = Mul(x, c) y = Add(a, d) }"
+    )
+    sketch = sketch_of(graph)
+    problem = build(replace(sketch, consts=tuple(replace(c, opaque=True) for c in sketch.consts)))
+    consts = problem.graph.leaves.consts
+    values = list(problem.opaque)
+    assert len(values) == 2
+    assert all(consts[v].array is None for v in values)
+    assert consts[values[0]].numpy().tolist() in ([1, 2, 3], [4, 5, 6])
+    assert list(problem.opaque) == values[1:]
+    drawn = draw_feeds(
+        problem, {}, np.random.default_rng(0), drawn_floats(np.random.default_rng(0), "normal", 1.0)
+    )
+    assert values[1] in drawn
+    assert values[0] not in drawn

@@ -13,6 +13,7 @@ from tests.rules.harness import (
     assert_same,
     ints,
     model,
+    normal,
     numbers,
     random_feeds,
     refuses,
@@ -58,6 +59,28 @@ def test_rotary_embedding():
     refuses(
         rule, model(two_batches.replace("(float[1,3,5,4] y)", "(float[2,3,5,4] y)"), **given), "each position"
     )
+
+
+@pytest.mark.parametrize("rows", [10, 100])  # small enough to be kept in memory, and not
+def test_rotary_embedding_of_tables(rows):
+    """Exporters look the angles of each position up in a table."""
+    rule = FuseRotaryEmbedding()
+    body = (
+        "agraph (float[2,3,5,16] x, int64[2,5] i) => (float[2,3,5,16] y) { a = Gather(cosines, i) "
+        "b = Gather(sines, i) c = Unsqueeze(a, one) s = Unsqueeze(b, one) p, q = Split<axis=-1>(x, k) n = Neg(q) "
+        "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }"
+    )
+    given = {"one": np.array([1]), "k": np.array([8, 8])}
+    cosines, sines = (np.tile(normal(rows, 8, seed=seed), 2) for seed in (0, 1))
+    graph = applies(rule, model(body, cosines=cosines, sines=sines, **given))
+    assert "RotaryEmbedding" in {node.op for node in graph.nodes()}
+    sines[-1, -1] += 1
+    refuses(rule, model(body, cosines=cosines, sines=sines, **given), "other angles")
+    # Columns of a table, not rows.
+    columns = body.replace("float[2,3,5,16] x, int64[2,5] i", "float[1,3,5,16] x, int64[16] i")
+    columns = columns.replace("float[2,3,5,16] y", "float[1,3,5,16] y").replace("Gather(", "Gather<axis=2>(")
+    flat = np.tile(normal(1, 5, 8), 2)
+    refuses(rule, model(columns, cosines=flat, sines=flat, **given), "other angles")
 
 
 def attend(
@@ -225,6 +248,25 @@ def test_heads_that_share_keys():
     guarded = f"{KEYS} {SCORES} {VALUES} i = IsNaN(p) w = Where(i, z, p) y = MatMul(w, h)"
     ops = ["Attention", "Expand", "IsNaN", "Mul", "ReduceSum", "Reshape", *views, "Where"]
     applies(FuseGuardedAttention(), with_zero(grouped(guarded)), ops=ops)
+
+
+def test_heads_that_share_keys_of_open_length():
+    """An exporter computes the shape. Where the length is 0, this Reshape copies another dimension."""
+    given = {"two": np.array([2]), "each": np.array([1, 1, 3, 1, 1]), "six": np.array([6]), "c": SCALE}
+    sizes = (
+        "n = Shape<end=1>(k) kd = Shape<start=2>(k) vd = Shape<start=2>(v) "
+        "ks = Concat<axis=0>(n, six, kd) vs = Concat<axis=0>(n, six, vd)"
+    )
+    body = f"{sizes} {KEYS} {SCORES} {VALUES} y = MatMul(p, h)"
+    shapes = {"q": "N,6,3,4", "k": "N,2,T,4", "v": "N,2,T,6", "y": "N,6,3,6"}
+    graph = applies(FuseAttention(), attend(body, **shapes, **given))
+    assert "Expand" not in {node.op for node in graph.nodes()}
+    # The batch and the length change places.
+    turned = body.replace(
+        "ks = Concat<axis=0>(n, six, kd)",
+        "t0 = Shape<start=2, end=3>(k) t1 = Shape<start=3>(k) ks = Concat<axis=0>(t0, six, n, t1)",
+    ).replace("vs = Concat<axis=0>(n, six, vd)", "t2 = Shape<start=3>(v) vs = Concat<axis=0>(t0, six, n, t2)")
+    refuses(FuseAttention(), attend(turned, **(shapes | {"q": "T,6,3,4", "y": "T,6,3,6"}), **given))
 
 
 def test_what_is_no_sharing_of_keys():

@@ -45,7 +45,7 @@ from xrlflow.ops.infer import (
     type_of_proto,
     type_proto,
 )
-from xrlflow.ops.schema import OPSET, output_is_optional, split_op
+from xrlflow.ops.schema import LATER, OPSET, output_is_optional, split_op
 from xrlflow.storage.files import cannot_write
 
 # Models with more bytes of weights get a separate file for them: a protocol buffer cannot exceed 2 GB.
@@ -318,6 +318,10 @@ def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _Mod
     for domain in sorted(writer.domains - imported - {""}):
         proto.opset_import.add(domain=domain, version=1)
     proto.ir_version = min(max(proto.ir_version, _least_ir_version(proto)), _MAX_IR_VERSION)
+    if all(versions.means_the_same(function, versions.opset_of(proto)) for function in model.functions):
+        proto.functions.extend(model.functions)
+        for function in proto.functions:
+            model.store.fill(protos.tensors_of_nodes(function.node))
     return _ModelParts(proto, writer.large, writer.types)
 
 
@@ -495,8 +499,8 @@ class _Writer:
     def _node(self, node: Node, names: Mapping[Value, str]) -> onnx.NodeProto:
         domain, op = split_op(node.op)
         later = 0
-        if domain.startswith(versions.QUALIFIED):
-            domain, later = "", int(domain.removeprefix(versions.QUALIFIED))
+        if domain.startswith(LATER):
+            domain, later = "", int(domain.removeprefix(LATER))
         self.domains.add(domain)
         outputs = [names[v] for v in node.outputs]
         while len(outputs) > 1 and not outputs[-1]:

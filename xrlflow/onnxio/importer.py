@@ -48,8 +48,9 @@ from xrlflow.onnxio.nodes import check_nodes, check_types
 from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const
 from xrlflow.onnxio.wire import NestedError, WireError, strip_model
 from xrlflow.ops import symbolic_values, weights
+from xrlflow.ops.contrib import CONTRIB, OPERATORS
 from xrlflow.ops.infer import UNKNOWN, InferenceError, has_types, infer, type_of_proto
-from xrlflow.ops.schema import OPSET, canonical_attrs, is_foldable
+from xrlflow.ops.schema import LATER, OPSET, canonical_attrs, is_foldable
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known
 from xrlflow.storage.files import StandardInput
@@ -87,7 +88,7 @@ def _loaded(store: TensorStore, shapes: Shapes | None, fix_shapes: bool) -> Impo
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             external_bytes += store.check(tensor)  # raises at once if data is missing
 
-    proto = _inlined(store, proto)
+    proto, functions = _inlined(store, proto)
     check_nodes(store.name, proto)
     nodes_before = protos.count_nodes(proto.graph)
     _drop_weights_from_inputs(proto)
@@ -109,11 +110,8 @@ def _loaded(store: TensorStore, shapes: Shapes | None, fix_shapes: bool) -> Impo
             dimensions.fix(proto, bindings)
     opset = versions.to_canonical(store.name, proto)
     write_ends(proto.graph)
-    overridable = {
-        t.name: store.const(t)
-        for t in proto.graph.initializer
-        if t.name in {v.name for v in proto.graph.input}
-    }
+    names = {v.name for v in proto.graph.input}
+    overridable = {t.name: store.const(t) for t in proto.graph.initializer if t.name in names}
     importer, graph = _imported(store, proto, overridable)
     if bindings and not fix_shapes:
         bindings = dimensions.solve(graph, bindings)
@@ -135,6 +133,7 @@ def _loaded(store: TensorStore, shapes: Shapes | None, fix_shapes: bool) -> Impo
         size=store.data.nbytes + external_bytes,
         external=bool(store.files),
         declared=importer.declared,
+        functions=functions,
         notes=(*notes, *importer.notes),
     )
 
@@ -213,16 +212,58 @@ def _parse(store: TensorStore) -> tuple[bytes, onnx.ModelProto]:
     return stripped, proto
 
 
-def _inlined(store: TensorStore, proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with its functions inlined, if their opsets allow that."""
+def _inlined(
+    store: TensorStore, proto: onnx.ModelProto
+) -> tuple[onnx.ModelProto, tuple[onnx.FunctionProto, ...]]:
+    """The model with its functions inlined, if their opsets allow that, and the functions that are not inlined.
+
+    A function with the name of an operator that ONNX Runtime has is not: ONNX Runtime runs its own operator, whatever
+    the function says (findings/a_function_never_replaces_an_operator.sh). The function is for other runtimes.
+    """
     if not proto.functions:
-        return proto
+        return proto, ()
     check_functions(store.name, proto)
+    opset = versions.opset_of(proto)
+    kept = [f for f in proto.functions if _is_operator(f, opset)]
+    inlined = [f for f in proto.functions if not _is_operator(f, opset)]
+    reached = _reached(kept, inlined)
+    if kept:
+        del proto.functions[:]
+        proto.functions.extend(inlined)
+    if not inlined:
+        return proto, reached
     _write_defaults(proto)
     try:
-        return onnx.inliner.inline_local_functions(proto, convert_version=True)
+        return onnx.inliner.inline_local_functions(proto, convert_version=True), reached
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"{store.name}: its functions cannot be inlined: {error}") from error
+
+
+def _is_operator(function: onnx.FunctionProto, opset: int | None) -> bool:
+    """Whether ONNX Runtime has an operator with the name of a function, in a model of this opset."""
+    if function.overload:
+        return False
+    if function.domain in ("", "ai.onnx"):
+        own = function.name == "SimplifiedLayerNormalization"  # ONNX Runtime's own, in the domain of ONNX
+        return own or (opset is not None and onnx.defs.has(function.name, opset, ""))
+    return f"{function.domain}::" == CONTRIB and function.name in OPERATORS
+
+
+def _reached(
+    kept: Sequence[onnx.FunctionProto], others: Sequence[onnx.FunctionProto]
+) -> tuple[onnx.FunctionProto, ...]:
+    """The functions `kept`, and those of `others` that they call."""
+    bodies = {(f.domain, f.name, f.overload): f for f in others}
+    found, work = list(kept), list(kept)
+    while work:
+        for node in protos.all_nodes(work.pop()):
+            called = bodies.pop((node.domain, node.op_type, node.overload), None)
+            if called is not None:
+                found.append(called)
+                work.append(called)
+    return tuple(
+        onnx.FunctionProto.FromString(f.SerializeToString()) for f in found
+    )  # the model itself is freed
 
 
 def _write_defaults(proto: onnx.ModelProto) -> None:
@@ -454,7 +495,7 @@ class _Importer:
         try:
             types = self._output_types(spec, scope)
         except InferenceError:  # the node fails if it runs (perhaps in a branch): no rule may match it
-            op = op if domain else f"{versions.QUALIFIED}{OPSET}::{op}"  # rules do not name other domains
+            op = op if domain else f"{LATER}{OPSET}::{op}"  # rules do not name other domains
             spec = replace(spec, op=op)
             types = [scope.types.get(name, UNKNOWN) for name in spec.outputs]
         for name, type in zip(spec.outputs, types):

@@ -42,8 +42,7 @@ class Recipe:
 class ImportedModel:
     """A model as read from a file.
 
-    `frame` has the declared inputs and outputs, IR version, opset imports, producer, metadata, doc strings, and
-    functions that could not be inlined.
+    `frame` has the declared inputs and outputs, IR version, opset imports, producer, metadata, and doc strings.
     """
 
     name: str
@@ -65,4 +64,6 @@ class ImportedModel:
         Value, tuple[int, ...]
     ]  # shapes without symbols that the file declares for computed values
     notes: tuple[str, ...] = ()  # messages that say which of these shapes are wrong
+    # Functions with the names of the runtime's own operators, which are not inlined, and those that they call.
+    functions: tuple[onnx.FunctionProto, ...] = ()
     nonempty: bool = False  # whether the user says that no dimension is ever 0

@@ -25,10 +25,7 @@ from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.inference import infer_shapes
 from xrlflow.onnxio.protos import all_names, all_nodes, subgraphs
 from xrlflow.ops.infer import type_proto
-from xrlflow.ops.schema import OPSET
-
-# The domain of operators whose definition differs from the canonical opset's. Their version follows it.
-QUALIFIED = "ai.onnx@"
+from xrlflow.ops.schema import LATER, OPSET
 
 # The opsets that can be read: from the first whose elementwise operators broadcast as today's do, to the last that ONNX
 # Runtime runs. Older models can be read if their operators did not change before opset 7, or have an adapter.
@@ -438,6 +435,22 @@ def opset_of(proto: onnx.ModelProto) -> int | None:
     return next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), None)
 
 
+def means_the_same(function: onnx.FunctionProto, opset: int | None) -> bool:
+    """Whether no operator of a function differs between the function's opset and that of a model. Otherwise ONNX's
+    checker refuses the function in that model.
+    """
+    own = _last_imports(function).get("")
+    if own is None or opset is None or own == opset:
+        return own is None or own == opset
+    names = {n.op_type for n in all_nodes(function) if n.domain in ("", "ai.onnx")}
+    return all(_since(name, own) == _since(name, opset) for name in names)
+
+
+def _since(op: str, opset: int) -> int | None:
+    """The opset in which an operator got the form that it has in a given one; None if it does not exist there."""
+    return onnx.defs.get_schema(op, opset, "").since_version if onnx.defs.has(op, opset, "") else None
+
+
 def set_opset(proto: onnx.ModelProto, opset: int) -> None:
     """Set the model's opset of ONNX's own operators, in place."""
     foreign = [o for o in proto.opset_import if o.domain not in ("", "ai.onnx")]
@@ -451,7 +464,7 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
 
     Returns the opset at which a result is to be written, unless it needs a newer one: the model's own opset, if models
     of it can be written. If a node uses something that only a newer opset than the canonical one defines, the model's
-    opset becomes a part of the node's domain (QUALIFIED). Raises ModelError for an opset that is too new, and for a
+    opset becomes a part of the node's domain (LATER). Raises ModelError for an opset that is too new, and for a
     node that the canonical opset cannot express.
     """
     opset = opset_of(proto)
@@ -473,7 +486,7 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
         types = dict(_typed_names(_inferred(proto).graph))
         later = [n for n in all_nodes(proto.graph) if _is_later(n, opset, types)]
         for node in later:
-            node.domain = f"{QUALIFIED}{opset}"
+            node.domain = f"{LATER}{opset}"
         if later:
             return opset
     set_opset(proto, OPSET)
@@ -987,7 +1000,9 @@ class _Lowered:
         op, lower, upper = node.op_type, min(self.opset, OPSET), max(self.opset, OPSET)
         if op not in self.same:
             changes = any(lower < version <= upper for version in _history().get(op, ()))
-            self.same[op] = self.opset >= _NEGATIVE_AXES and onnx.defs.has(op, OPSET, "") and not changes
+            known = self.opset >= _NEGATIVE_AXES and onnx.defs.has(op, OPSET, "")
+            # SimplifiedLayerNormalization is ONNX Runtime's, in the domain of ONNX: no opset changes it.
+            self.same[op] = (known and not changes) or op not in _history()
         return self.same[op] or (bool(self.later) and title(node) in self.later)
 
 

@@ -88,3 +88,30 @@ def _floats(type: TensorType | None) -> TensorType | None:
     if type is None or type.dtype == DType.BOOL:
         return type
     return TensorType(DType.FLOAT, type.shape)
+
+
+_NAMES = """
+Attention AttnLSTM BeamSearch BiasAdd BiasDropout BiasGelu BiasSoftmax BiasSplitGelu BifurcationDetector
+BitmaskBiasDropout BitmaskDropout BranchwiseRMSNorm CDist CausalConvWithState ComplexMul ComplexMulConj
+ConvTransposeWithDynamicPads CropAndResize DecoderAttention DecoderMaskedMultiHeadAttention
+DecoderMaskedSelfAttention DequantizeBFP DequantizeLinear DequantizeWithOrder DynamicQuantizeLSTM
+DynamicQuantizeMatMul DynamicSparseAttention DynamicTimeWarping EPContext EmbedLayerNormalization EngramGate
+ExpandDims FastGelu FusedConv FusedGemm FusedMatMul FusedMatMulActivation GatedAdd GatedDeltaNet GatedRMSNorm
+GatedRelativePositionBias GatherBlockQuantized GatherND Gelu GemmFastGelu GemmFloat8 GemmaRotaryEmbedding
+GreedySearch GridSample GroupNorm GroupQueryAttention HyperConnectionPostMix HyperConnectionPreMix Inverse Irfft
+IsAllFinite LinearAttention LinearAttentionGate LongformerAttention MRotaryEmbedding
+MatMulBlockQuantizedFp4Weight MatMulBlockQuantizedFp8Weight MatMulBnb4 MatMulFpQ4 MatMulInteger16
+MatMulIntegerToFloat MatMulNBits MatMulNBitsMlp MatMulNBitsQkv MaxpoolWithMask MoE MulInteger MultiHeadAttention
+MurmurHash3 NGramHashMapping NGramRepeatBlock NhwcConv NhwcFusedConv NhwcMaxPool PackedAttention
+PackedMultiHeadAttention PackedSparseAttentionIndexer Pad PagedAttention QAttention QEmbedLayerNormalization
+QGemm QLinearAdd QLinearAveragePool QLinearConcat QLinearConv QLinearGlobalAveragePool QLinearLeakyRelu
+QLinearMul QLinearReduceMean QLinearSigmoid QLinearSoftmax QLinearWhere QMoE QOrderedAttention QOrderedGelu
+QOrderedLayerNormalization QOrderedLongformerAttention QOrderedMatMul QuantizeBFP QuantizeLinear
+QuantizeWithOrder QuickGelu Range ReduceSumInteger RelativePositionBias RemovePadding RestorePadding Rfft
+RotaryEmbedding SampleOp Sampling ScaledSiLU SkipGroupNorm SkipLayerNormalization
+SkipSimplifiedLayerNormalization Snpe SparseAttention SparseAttentionIndexer SparsePagedAttention
+SparseToDenseMatMul Tokenizer TorchEmbedding TransposeMatMul Trilu UnfoldTensor Unique VarlenCausalConvWithState
+VarlenNGramHashMapping WhisperBeamSearch WordConvEmbedding
+"""
+OPERATORS = frozenset(_NAMES.split())
+"""The operators that ONNX Runtime 1.31.1 defines in the domain com.microsoft."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import onnx
 import onnx.checker
+import onnx.defs
 import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
 
 from xrlflow.ir import Attr, Attrs, Body, Const, Dim, DType, RawAttr, TensorType
 from xrlflow.ops.contrib import CONTRIB, standard
+from xrlflow.ops.contrib_decoders import TYPED, types_of_outputs
 from xrlflow.ops.eval_shape import ends_of_slice
 from xrlflow.ops.invalid_nodes import why_invalid
 from xrlflow.ops.packed import PRODUCT, Misfit, product_type
-from xrlflow.ops.schema import IR_VERSION, OPSET, is_foldable, schema, split_op
+from xrlflow.ops.schema import IR_VERSION, OPSET, is_foldable, later, schema, split_op
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import of_array
 
@@ -119,7 +121,7 @@ UNKNOWN = TensorType(DType.UNDEFINED, None)
 
 def has_types(op: str) -> bool:
     """Whether the types of an operator's outputs can be inferred."""
-    return op.startswith(CONTRIB) or schema(op) is not None
+    return op.startswith(CONTRIB) or op in TYPED or _definition(op)[0] is not None
 
 
 def infer(
@@ -134,8 +136,9 @@ def infer(
     `types` and `data` have, for each input, its type (None: absent) and its constant, if it is one. Outputs are
     constant if the operator can be folded and every input is constant. Dimensions that ONNX's inference does not find
     become formulas if they follow from the inputs' dimensions (`symbolic_shapes`). Operators that ONNX does not define
-    give UNKNOWN types, except products with packed weights (`packed`) and operators that have the sizes of one of ONNX
-    (`contrib`). Raises InferenceError if the inputs do not fit the operator.
+    give UNKNOWN types, except products with packed weights (`packed`), operators that have the sizes of one of ONNX
+    (`contrib`), and those of transformers (`contrib_decoders`). Raises InferenceError if the inputs do not fit the
+    operator.
     """
     return _remembered(_memo, _infer, op, attrs, types, data, outputs)
 
@@ -169,7 +172,10 @@ def _of_any(
     data: Sequence[Const | None],
     outputs: int,
 ) -> tuple[TensorType, ...]:
-    """The types of the outputs of an operator of ONNX, or of one that has the sizes of one."""
+    """The types of the outputs of an operator of ONNX, or of one of ONNX Runtime's own."""
+    found = types_of_outputs(op, attrs, types, outputs)
+    if found is not None:
+        return tuple(UNKNOWN if type is None else type for type in found)
     like = standard(op, attrs, types)
     if like is None:
         return inference(op, attrs, types, data, outputs)
@@ -234,6 +240,18 @@ def _is_defined(op: str, types: Sequence[TensorType | None]) -> bool:
     return schema(op) is not None and not any(t is not None and t is UNKNOWN for t in types)
 
 
+@cache
+def _definition(op: str) -> tuple[onnx.defs.OpSchema | None, list[onnx.OperatorSetIdProto]]:
+    """An operator's definition, also if only a later opset has it, and the opsets of a model that has this operator."""
+    late = later(op)
+    if late is None:
+        return schema(op), _IMPORTS
+    name, version = late
+    if not onnx.defs.has(name, version, ""):
+        return None, _IMPORTS
+    return onnx.defs.get_schema(name, version, ""), [onnx.helper.make_opsetid("", version), *_IMPORTS[1:]]
+
+
 def _by_onnx(
     op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
 ) -> tuple[TensorType, ...]:
@@ -242,14 +260,15 @@ def _by_onnx(
             return (product_type(attrs, types),)
         except Misfit as error:
             raise InferenceError(f"{op}: {error}") from error
-    definition, indices = schema(op), _DATA_INPUTS.get(op, ())
+    definition, imports = _definition(op)
+    indices = _DATA_INPUTS.get(op, ())
     if definition is None or any(isinstance(v, Body) for v in attrs.values()):
         return (UNKNOWN,) * outputs
     if (wrong := why_invalid(op, attrs, types, data, outputs)) is not None:
         raise InferenceError(wrong)
-    if not _is_defined(op, types):
+    if any(t is not None and t is UNKNOWN for t in types):
         return (UNKNOWN,) * outputs
-    domain, name = split_op(op)
+    domain, name = ("", late[0]) if (late := later(op)) is not None else split_op(op)
     names = ["" if t is None else f"i{i}" for i, t in enumerate(types)]
     node = onnx.NodeProto(op_type=name, domain=domain, input=names, output=[f"o{i}" for i in range(outputs)])
     node.attribute.extend(attr_proto(k, v) for k, v in attrs.items())
@@ -264,7 +283,7 @@ def _by_onnx(
         input_data["i2"] = onnx.numpy_helper.from_array(ends_of_slice(ends, steps))
     try:
         result = onnx.shape_inference.infer_node_outputs(
-            definition, node, input_types, input_data, opset_imports=_IMPORTS, ir_version=IR_VERSION
+            definition, node, input_types, input_data, opset_imports=imports, ir_version=IR_VERSION
         )
     except (
         onnx.shape_inference.InferenceError,

@@ -60,7 +60,10 @@ _NOT_FOLDED = frozenset(
 )
 
 
-_OPAQUE = "ai.onnx@0::"
+LATER = "ai.onnx@"
+"""The domain of operators whose definition differs from the canonical opset's. Their opset follows it."""
+
+_OPAQUE = f"{LATER}0::"
 
 
 def opaque(op: str) -> str:
@@ -77,6 +80,22 @@ def split_op(op: str) -> tuple[str, str]:
     """The domain and the name of an operator, from its name in the IR."""
     domain, _, name = op.rpartition("::")
     return domain, name
+
+
+def later(op: str) -> tuple[str, int] | None:
+    """The name of an operator that only an opset after the canonical one defines, and that opset; None for any other.
+
+    Such an operator is called ai.onnx@24::Swish.
+    """
+    domain, name = split_op(op)
+    version = domain.removeprefix(LATER) if domain.startswith(LATER) else ""
+    return (name, int(version)) if version.isdecimal() and int(version) > OPSET else None
+
+
+def plain_name(op: str) -> str:
+    """The name of an operator, without the opset that is the first to define it."""
+    late = later(op)
+    return op if late is None else late[0]
 
 
 @cache

@@ -13,7 +13,7 @@ import onnx.numpy_helper
 
 from xrlflow.ir import Body, DType, Node, TensorType, Value
 from xrlflow.ops.infer import attr_proto, type_proto
-from xrlflow.ops.schema import IR_VERSION, OPSET, split_op
+from xrlflow.ops.schema import IR_VERSION, OPSET, later, split_op
 
 
 class NotStandalone(ValueError):
@@ -31,14 +31,15 @@ def model_of(
     consts: Mapping[Value, npt.NDArray[Any]],
     outputs: Sequence[Value],
 ) -> bytes:
-    """A serialised model of these nodes, producers first, at the canonical opset.
+    """A serialised model of these nodes, producers first, at the canonical opset or the first that defines them all.
 
     The caller of the model feeds `inputs`; `consts` become initialisers, so that the runtime may pack them in advance.
     Raises NotStandalone for control flow and for element types that NumPy lacks.
     """
-    domains = dict.fromkeys(split_op(n.op)[0] for n in nodes)
+    newer = [late[1] for n in nodes if (late := later(n.op)) is not None]
+    domains = dict.fromkeys(split_op(n.op)[0] for n in nodes if later(n.op) is None)
     imports = [
-        onnx.helper.make_opsetid("", OPSET),
+        onnx.helper.make_opsetid("", max([OPSET, *newer])),
         *(onnx.helper.make_opsetid(d, 1) for d in domains if d),
     ]
     types = {v: type_proto(t) for n in nodes for v, t in zip(n.outputs, n.types)}
@@ -68,7 +69,8 @@ def numpy_type(dtype: DType) -> np.dtype[Any]:
 def _node(node: Node) -> onnx.NodeProto:
     if node.captured or any(isinstance(v, Body) for v in node.attrs.values()):
         raise NotStandalone(f"{node.op} has a body")
-    domain, name = split_op(node.op)
+    late = later(node.op)
+    domain, name = split_op(node.op) if late is None else ("", late[0])
     return onnx.NodeProto(
         op_type=name,
         domain=domain,

@@ -18,6 +18,7 @@ from math import prod
 from typing import TypeVar
 
 from xrlflow.ir import Body, Const, Dim, Graph, Node, TensorType, Value, dims
+from xrlflow.ops.schema import plain_name
 from xrlflow.ops.symbolic_values import evaluate_call
 
 Shape = tuple[int, ...]
@@ -175,10 +176,11 @@ def work(node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[st
         nbytes = sum(w * work(n, _in_types(g, n), bindings).bytes for g, w in weighted for n in _running(g))
         return Work(flops, nbytes, OpKind.OTHER)
     operands = _operands(node, in_types, bindings)
-    count = COUNTS.get(node.op)
+    op = plain_name(node.op)
+    count = COUNTS.get(op)
     if count is not None:
         return count(operands)
-    per_element = ELEMENTWISE.get(node.op)
+    per_element = ELEMENTWISE.get(op)
     kind = OpKind.OTHER if per_element is None else OpKind.ELEMENTWISE
     return _dense(operands, (per_element or 1) * operands.elements, kind)
 
@@ -427,6 +429,10 @@ def _conv_transpose(o: Operands) -> Work:
     return replace(base, bytes=base.bytes + columns, footprint=base.bytes + columns)
 
 
+# Where an attention operator finds the keys of earlier positions, [b,h,p,d].
+_PAST_KEYS = {"Attention": 4, "com.microsoft::GroupQueryAttention": 3}
+
+
 def _attention(o: Operands) -> Work:
     """The work of softmax(Q K^T) V, in opset 23 and com.microsoft. Q, K, V are [b,h,s,d] or [b,s,h*d]."""
     query, key, value = o.input(0), o.input(1), o.input(2)
@@ -440,8 +446,10 @@ def _attention(o: Operands) -> Work:
         columns, out = key[1], value[2] // shared
     else:
         return _dense(o, o.elements, OpKind.OTHER)
-    if o.node.op == "Attention" and len(o.input(4)) == 4:  # past_key
-        columns += o.input(4)[2]
+    op = plain_name(o.node.op)
+    past = o.input(_PAST_KEYS[op]) if op in _PAST_KEYS else ()
+    if len(past) == 4:
+        columns += past[2]
     return _attend(o, batch * heads, rows, columns, depth, out)
 
 
@@ -568,7 +576,7 @@ COUNTS: dict[str, Count] = _table(
     ("Conv ConvInteger DeformConv com.microsoft::FusedConv", _conv),
     ("QLinearConv", _qlinear_conv),
     ("ConvTranspose", _conv_transpose),
-    ("Attention com.microsoft::MultiHeadAttention", _attention),
+    ("Attention com.microsoft::MultiHeadAttention com.microsoft::GroupQueryAttention", _attention),
     ("com.microsoft::Attention", _packed_attention),
     ("LSTM GRU RNN com.microsoft::DynamicQuantizeLSTM", _recurrent),
     ("Pow", _power),

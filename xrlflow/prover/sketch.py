@@ -16,7 +16,6 @@ import numpy.typing as npt
 from xrlflow.ir import (
     ABSENT,
     FLOATS,
-    ArrayHandle,
     Attr,
     Attrs,
     Body,
@@ -51,7 +50,9 @@ class ValueRef:
 
 @dataclass(frozen=True, slots=True)
 class SketchConst:
-    """A constant of a sketch. If it is `opaque`, rules cannot read its numbers, and the proof draws them."""
+    """A constant of a sketch. If it is `opaque`, it is not among the small constants, whose numbers all rules read. The
+    proof draws its numbers, unless a rule reads them from the file.
+    """
 
     array: Array
     dtype: DType
@@ -128,6 +129,21 @@ class Problem:
         return self.actual.get(value) or self.graph.type(value)
 
 
+@dataclass(frozen=True, slots=True)
+class _DrawnHandle:
+    """The data of an opaque constant. If a rule reads it after all, what it does may depend on these numbers: then the
+    proof computes with them, and draws no others.
+    """
+
+    value: Value
+    array: Array
+    opaque: dict[Value, TensorType]
+
+    def numpy(self) -> Array:
+        self.opaque.pop(self.value, None)
+        return self.array
+
+
 class Unbuildable(Exception):
     """The sketch is not a valid graph: an operator does not take its inputs."""
 
@@ -146,7 +162,8 @@ def build(sketch: Sketch) -> Problem:
     for i, const in enumerate(sketch.consts):
         if const.opaque and const.dtype in FLOATS:
             type = TensorType(const.dtype, tuple(const.array.shape), True)
-            value = leaves.add_const(mix(0x6F7061717565, i), Const(type, ArrayHandle(const.array)))
+            value = mix(0x6F7061717565, i)
+            leaves.add_const(value, Const(type, _DrawnHandle(value, const.array, opaque)))
             opaque[value] = type
         else:
             value = leaves.intern(const.array.astype(numpy_dtype(const.dtype)), const.dtype)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from xrlflow.ir import INTEGERS, Attrs, Body, Dim, DType, Graph, Node, TensorType, Value
+from xrlflow.ops.schema import plain_name
 
 # Limit on the steps of a walk: enough for any network whose integers matter, and a fraction of a second.
 _MAX_STEPS = 20_000
@@ -37,7 +38,8 @@ class TensorConstraint(Enum):
 class Bound:
     """scale * x + shift lies in [low, high] for every shift in [shift_low, shift_high].
 
-    If `high` is None, it is the size of `dim` minus 1, or the size itself if `inclusive` (a count, not an index).
+    If `high` is None, it is the size of `dim` minus 1, or the size itself if `inclusive` (a count, not an index). The
+    size of `plus` is added and that of `less` is subtracted, if they are given. `exact`: `low` is `high`, too.
     `unsure`: the path to the reader adds an unknown number, so only the lower half of the interval is used. `wraps`: a
     negative index counts from the end, and the reader raises an error for an index outside the table.
     """
@@ -51,6 +53,9 @@ class Bound:
     shift_high: float = 0.0
     unsure: bool = False
     wraps: bool = False
+    plus: Dim = None
+    less: Dim = None
+    exact: bool = False
 
     def interval(self, size: Callable[[Dim], int | None], negative: bool = False) -> tuple[int, int]:
         """The least and the greatest integer x. `size` returns the size of a dimension, or None, which counts as 1.
@@ -61,6 +66,8 @@ class Bound:
         if high is None:
             extent = size(self.dim)
             high = (1 if extent is None else extent) - (0 if self.inclusive else 1)
+            high += (size(self.plus) or 0) - (size(self.less) or 0)
+            low = high if self.exact else low
         if negative and self.wraps:
             low = -high - 1
         ends = sorted(((low - self.shift_low) / self.scale, (high - self.shift_high) / self.scale))
@@ -217,7 +224,7 @@ def _reaches(graph: Graph, value: Value, ends: tuple[Value, ...]) -> bool:
 def _decides(graph: Graph, node: Node, position: int) -> bool:
     if node.op in ("Div", "Mod", "BitShift") and position == 1:
         return graph.type(node.inputs[1]).dtype in INTEGERS
-    reader = _READERS.get((node.op, position))
+    reader = _READERS.get((plain_name(node.op), position))
     if (
         reader is None
         or (reader.bound is None and reader.constraint is None)
@@ -406,6 +413,23 @@ def _gather_nd(graph: Graph, node: Node) -> Bound:
     return Bound(0, min(numbers) - 1, wraps=True)
 
 
+def _written_at(graph: Graph, node: Node) -> Bound:
+    """Where a TensorScatter begins to write: what it writes must not reach beyond the cache, except in a circle."""
+    axis = _axis(node.attrs, -2)
+    written = None if node.attrs.get("mode") == "circular" else _dim(graph, node, 1, axis)
+    return Bound(0, None, _dim(graph, node, 0, axis), inclusive=written is not None, less=written)
+
+
+def _positions(counted: bool) -> Callable[[Graph, Node], Bound]:
+    """The number of positions that a GroupQueryAttention attends to, cached ones and new ones, or the last of them."""
+
+    def bound(graph: Graph, node: Node) -> Bound:
+        past = _dim(graph, node, 3, 2) if node.inputs[3] else 0
+        return Bound(0, None, past, inclusive=counted, plus=_dim(graph, node, 0, 1), exact=True)
+
+    return bound
+
+
 def _one_hot(graph: Graph, node: Node) -> Bound:
     depth = graph.const(node.inputs[1])
     if depth is None or depth.array is None:
@@ -453,9 +477,12 @@ _READERS: dict[tuple[str, int], _Reader] = {
     ("ScatterElements", 1): _index(0, _by_axis(0), True),
     ("Scatter", 1): _index(0, _by_axis(0)),
     ("ScatterND", 1): _Reader(_gather_nd),
-    ("TensorScatter", 2): _range(0, 0),
+    ("TensorScatter", 2): _Reader(_written_at),
     ("ai.onnx.ml::ArrayFeatureExtractor", 1): _index(0, _fixed(-1)),
     ("com.microsoft::GatherBlockQuantized", 1): _index(0, _fixed(0)),
+    ("com.microsoft::GroupQueryAttention", 5): _Reader(_positions(False)),
+    ("com.microsoft::GroupQueryAttention", 6): _Reader(_positions(True)),
+    ("com.microsoft::GroupQueryAttention", 9): _index(7, _fixed(0)),
     ("com.microsoft::EmbedLayerNormalization", 0): _index(2, _fixed(0)),
     ("com.microsoft::EmbedLayerNormalization", 1): _index(4, _fixed(0)),
     ("NegativeLogLikelihoodLoss", 1): _index(0, _fixed(1)),
@@ -513,6 +540,7 @@ _READERS: dict[tuple[str, int], _Reader] = {
     ("HammingWindow", 0): _range(4, 16),
     ("BlackmanWindow", 0): _range(4, 16),
     ("Attention", 3): _Reader(constraint=TensorConstraint.MASK),
+    ("Attention", 6): _count(1, _fixed(-2)),
     ("Log", 0): _POSITIVE,
     ("Sqrt", 0): _POSITIVE,
     ("Pow", 0): _POSITIVE,
@@ -537,7 +565,7 @@ _MASKING = 1e3
 def _demand(
     demands: Demands, derived: _Derived, node: Node, position: int, declared: Mapping[Value, tuple[int, ...]]
 ) -> None:
-    reader = _READERS.get((node.op, position))
+    reader = _READERS.get((plain_name(node.op), position))
     plain = (derived.scale, derived.shift_low, derived.shift_high) == (1.0, 0.0, 0.0)
     if reader is not None:
         if reader.bound is not None:
