@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -36,6 +37,8 @@ from xrlflow.options import Common, OptionError, Options, TuneOptions
 from xrlflow.pipeline import kernels, placement, tuning
 from xrlflow.pipeline.use import options_with_kernels
 from xrlflow.rewrite import Op, Rule, Val
+from xrlflow.search import Ratio, Selection
+from xrlflow.search.select import ORIGINAL, Trial
 from xrlflow.verify import Status, not_exercised
 
 pytest.importorskip("tvm")
@@ -236,11 +239,11 @@ def test_a_size_with_too_few_runs_decides_nothing(monkeypatch: pytest.MonkeyPatc
 
 def test_what_few_rows_gain_counts_for_all_sizes() -> None:
     usual, few = SpeedUp(1.0, 0.98, 1.02), SpeedUp(1.4, 1.3, 1.5)
-    assert kernels._certainly([usual]) == pytest.approx(0.98)
-    assert kernels.MARGIN < kernels._certainly([usual, few]) < math.sqrt(1.4)
-    assert kernels._certainly([usual, SpeedUp(1.4, 0.0, math.inf)]) == 0.0
+    assert kernels._mean([usual]).low == pytest.approx(0.98)
+    assert kernels.MARGIN < kernels._mean([usual, few]).low < math.sqrt(1.4)
+    assert kernels._mean([usual, SpeedUp(1.4, 0.0, math.inf)]).low == 0.0
     four = [SpeedUp(1.1, 1.0, 1.21)] * 4  # four intervals are half as wide together
-    assert math.log(kernels._certainly(four)) == pytest.approx(math.log(1.1) / 2)
+    assert math.log(kernels._mean(four).low) == pytest.approx(math.log(1.1) / 2)
 
 
 def test_a_file_says_which_sizes_test_its_kernels(tmp_path: Path) -> None:
@@ -305,6 +308,28 @@ def test_auto_keeps_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "with generated kernels, measured against the plain file" in output
     assert (result.hybrid is not None) == (result.report.kernel_nodes > 0)
     assert result.hybrid is not None or "not kept with kernels" in output or "too few measurements" in output
+
+
+@pytest.mark.parametrize(
+    ("plain", "seconds", "backend", "left_out"),
+    [
+        (2.0, 5.0, "auto", True),
+        (1.2, 5.0, "auto", False),
+        (2.0, 50.0, "auto", False),
+        (2.0, 5.0, "hybrid", False),
+    ],
+)
+def test_where_one_decision_fits_it_is_on_the_file_with_most_of_the_gain(
+    plain: float, seconds: float, backend: str, left_out: bool
+) -> None:
+    """If a decision on kernels failed then, what the plain file gains would be lost, too."""
+    budget = Mock(decision=20.0, until=time.monotonic() + seconds)
+    context = Mock(options=Mock(backend=backend, measure=True), clock=Mock(budget=budget, hurried=False))
+    ratio = Ratio(1.1 * plain, plain, 1.2 * plain)
+    trials = (Trial("a", ORIGINAL, ratio, True), Trial("b", "a", Ratio(9.0, 9.0, 9.0), True))
+    proposal = kernels.Proposal(Mock(), Selection(Mock(), trials))
+    assert kernels._gains_little(context, Mock(gain=1.5), proposal) == left_out
+    assert not kernels._gains_little(context, Mock(gain=1.5), kernels.Proposal(None, None))
 
 
 def test_auto_prefers_the_plain_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -644,7 +669,7 @@ def slow_softmax(how: Any, operators: Any, channels_last: bool) -> list[Times]:
 def test_the_search_leaves_what_kernels_lose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And a trace of that makes the same file again."""
     monkeypatch.setattr(kernels.Lowering, "operator_times", slow_softmax)
-    monkeypatch.setattr(kernels._Trials, "_faster", lambda self, *_: True)
+    monkeypatch.setattr(kernels._Trials, "_gain", lambda self, *_: SpeedUp(2.0, 2.0, 2.0))
     monkeypatch.setattr(placement, "Database", lambda server: Database(tmp_path / "prices.sqlite"))
     proto = network(more="e = Softmax(d) y = Add(e, x)")
     result = asked(proto, measure=True, threads=1, cost="profiled")

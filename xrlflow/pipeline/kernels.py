@@ -125,12 +125,15 @@ def _further(context: Context, graph: Graph) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _BuiltCandidate:
-    """A graph that was compiled with kernels, at `path`. `costs`: see `Finished`."""
+    """A graph that was compiled with kernels, at `path`. `costs`: see `Finished`. `gain`: how many times faster than
+    the plain file it was measured to be; 1 if that was not measured.
+    """
 
     node: SearchNode
     hybrid: SavedHybrid
     path: str
     costs: tuple[float, float] | None
+    gain: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,13 @@ def candidates(context: Context, start: Start, explored: Explored) -> Candidates
         return (yield from offer(context, start, explored, proposal))
     built = _best(context, start, explored, proposal)
     context.clock.reserved = 0.0
+    if built is not None and _gains_little(context, built, proposal):
+        context.notes.append(
+            "not kept with kernels: there was time to decide on one file only (--time-limit), and they are "
+            f"{built.gain:.2f} times as fast as the plain file, this about {_gain(proposal):.2f} times as fast as the "
+            "original"
+        )
+        built = None
     while built is not None:
         context.notes.append(_describe(built))
         finished = yield _judging(context, start, built, proposal)
@@ -177,6 +187,20 @@ def candidates(context: Context, start: Start, explored: Explored) -> Candidates
         context = replace(context, options=replace(context.options, exact_kernels=True))
         built = _best(context, start, explored, proposal, built)
     return (yield from offer(context, start, explored, proposal))
+
+
+def _gain(proposal: Proposal) -> float:
+    return 1.0 if proposal.selection is None else proposal.selection.gain
+
+
+def _gains_little(context: Context, built: _BuiltCandidate, proposal: Proposal) -> bool:
+    """Whether there is time to decide on one more file only, and the plain file has more of the gain: if a decision on
+    kernels failed, what the plain file gains would be lost, too.
+    """
+    options, budget = context.options, context.clock.budget
+    if options.backend == "hybrid" or not options.measure or context.clock.hurried or proposal.chosen is None:
+        return False
+    return time.monotonic() + 2 * budget.decision > budget.until and built.gain < _gain(proposal)
 
 
 def _too_late(context: Context, graphs: Sequence[Graph]) -> str | None:
@@ -366,8 +390,10 @@ class _Trials:
                 before = original if plain is None else self.context.artifact(plain.state.graph).file
                 margin, name = MARGIN, "the plain file"
                 self.fastest = built if self.asked else None
-            if self._faster(before, built, margin, name):
-                self.fastest = built
+            known = 1.0 if self.fastest is None else self.fastest.gain
+            gain = self._gain(before, built, name)
+            if gain.low > margin:
+                self.fastest = replace(built, gain=known * gain.median)
             if not self._has_time(time.monotonic() - begun):
                 break
         if self.fastest is None and self.asked:
@@ -411,16 +437,17 @@ class _Trials:
                 return None
         return _BuiltCandidate(node, hybrid, path, costs)
 
-    def _faster(self, before: str | bytes, built: _BuiltCandidate, margin: float, name: str) -> bool:
-        """Whether a graph with kernels is certainly at least `margin` times faster than the file `before`, measured in
-        this process. True if no models are measured.
+    def _gain(self, before: str | bytes, built: _BuiltCandidate, name: str) -> SpeedUp:
+        """How many times faster than the file `before` a graph with kernels is, measured in this process; infinite if
+        no models are measured, 0 if kernels are to be dropped.
 
-        Kernels for any number of rows are measured with few rows and with many, too: they must be so much faster in
-        the geometric mean, and certainly slower with none of these sizes.
+        Kernels for any number of rows are measured with few rows and with many, too: the geometric mean counts, and
+        with none of these sizes they may certainly be slower.
         """
         context = self.context
         if context.feeds is None:
-            return True
+            return SpeedUp(1.0, math.inf, math.inf)
+        dropped = SpeedUp(0.0, 0.0, 0.0)
         speedups: list[SpeedUp] = []
         others = other_sizes(context) if built.hybrid.rows else []
         for sizes, feeds in [("", dict(context.feeds)), *others]:
@@ -433,15 +460,15 @@ class _Trials:
                 )
             except BackendError as error:
                 context.notes.append(f"generated kernels were dropped: {error}")
-                return False
+                return dropped
             at = f" and {sizes}" if sizes else ""
             context.notes.append(f"with generated kernels{at}, measured against {name}: {speedup}")
             if sizes and speedup.slower:
                 context.notes.append("generated kernels were dropped: they are slower with some sizes")
-                return False
+                return dropped
             if speedup.bounded or not sizes:  # a slow size may have too few runs to say anything
                 speedups.append(speedup)
-        return _certainly(speedups) > margin
+        return _mean(speedups)
 
     def _speedup(self, before: str | bytes, after: str, feeds: Feeds, seconds: float) -> SpeedUp:
         """How many times faster the file `after` is. Raises BackendError."""
@@ -459,10 +486,10 @@ class _Trials:
             ).speedup  # fmt: skip
 
 
-def _certainly(speedups: Sequence[SpeedUp]) -> float:
-    """The lower end of the interval of the geometric mean of speed-ups that were measured independently."""
-    if any(speedup.low <= 0.0 for speedup in speedups):
-        return 0.0
-    below = [math.log(speedup.median) - math.log(speedup.low) for speedup in speedups]
+def _mean(speedups: Sequence[SpeedUp]) -> SpeedUp:
+    """The geometric mean of speed-ups that were measured independently, with the lower end of its interval."""
     mean = math.fsum(math.log(speedup.median) for speedup in speedups) / len(speedups)
-    return math.exp(mean - math.hypot(*below) / len(speedups))
+    if any(speedup.low <= 0.0 for speedup in speedups):
+        return SpeedUp(math.exp(mean), 0.0, math.inf)
+    below = [math.log(speedup.median) - math.log(speedup.low) for speedup in speedups]
+    return SpeedUp(math.exp(mean), math.exp(mean - math.hypot(*below) / len(speedups)), math.inf)

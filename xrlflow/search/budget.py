@@ -121,6 +121,11 @@ class Budget:
         return _FORK_SERVER + (_LOADING_TVM if self.compiled else 0.0) + processes
 
     @property
+    def decision(self) -> float:
+        """The fewest seconds to verify a result and to compare it with the original."""
+        return self.verification + _FEWEST_PROCESSES / _PROCESSES * self.comparison
+
+    @property
     def ending(self) -> float:
         """Seconds reserved for verification and the last comparison."""
         needed = self.verification + self.comparison
@@ -129,8 +134,7 @@ class Budget:
         whole = self.end - self.begin
         maximum = (1.0 - _SEARCH_UNTIL if self.latency > _SLOW else _ENDING_AT_MOST) * whole
         if self.quantised:
-            deciding = self.verification + _FEWEST_PROCESSES / _PROCESSES * self.comparison
-            maximum = max(maximum, min(deciding, _DECIDING_AT_MOST * whole))
+            maximum = max(maximum, min(self.decision, _DECIDING_AT_MOST * whole))
         return min(needed, maximum)
 
     @property
@@ -151,8 +155,7 @@ class Budget:
     def compile_at_latest(self) -> float:
         """The moment at which a running compilation is ended. After it there is just enough time for verification and
         comparison."""
-        fewest = _FEWEST_PROCESSES / _PROCESSES * self.comparison
-        return max(self.compile_until, self.until - self.verification - fewest)
+        return max(self.compile_until, self.until - self.decision)
 
     @property
     def begin_comparing_until(self) -> float:

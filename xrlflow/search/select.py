@@ -79,6 +79,10 @@ class Survey(Protocol):
 Compare = Callable[[SearchNode | None, SearchNode], Ratio]
 
 
+ORIGINAL = "the original"
+"""What a trial is against that compares with the original."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One end-to-end comparison that the selection made."""
@@ -105,6 +109,14 @@ class Selection:
     selected: SearchNode | None
     trials: tuple[Trial, ...]
     interrupted: bool = False
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than the original the selected node was measured to be, the lower end of the interval;
+        1 if that was not measured.
+        """
+        ratios = [t.ratio.low for t in self.trials if t.accepted and t.against == ORIGINAL]
+        return max(ratios, default=1.0)
 
 
 def sweeping_rules(node: SearchNode, at_most: float) -> list[str]:
@@ -269,7 +281,7 @@ class _Selector:
     tidying: frozenset[str]  # rules that clean up after a sweep
     survey: Survey | None
     current: SearchNode | None = None  # the incumbent; None: the original
-    name: str = "the original"  # of the incumbent
+    name: str = ORIGINAL  # of the incumbent
     trials: list[Trial] = field(default_factory=list)
     undecided: list[tuple[float, SearchNode]] = field(
         default_factory=list
@@ -293,7 +305,7 @@ class _Selector:
         """Measure the original with sweeps of all rules of low precision that have no price, and of those that apply
         only then.
         """
-        node, recipe, what = self.base, _Recipe(frozenset()), "the original"
+        node, recipe, what = self.base, _Recipe(frozenset()), ORIGINAL
         while change := self._sweeping_unpriced(node, recipe):
             before, recipe = recipe, change.of(recipe)
             node, what = self._build(node, before, recipe), f"{what} {change.text}"
@@ -346,9 +358,7 @@ class _Selector:
             return
         nothing = self.current is None
         bare = _Recipe(frozenset(), dropped=self.untidy)
-        swept, what, _ = self._climb(
-            self.base, "the original", bare, self.deadline, proven=nothing, sweeping=True
-        )
+        swept, what, _ = self._climb(self.base, ORIGINAL, bare, self.deadline, proven=nothing, sweeping=True)
         if not nothing and swept is not self.base:
             self._challenge(swept, what)
 
