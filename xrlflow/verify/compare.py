@@ -214,7 +214,8 @@ def magnitudes(array: Array) -> Array:
 
 def _finite(y: Array) -> Array:
     """The magnitudes of the elements; 0 where y is not finite."""
-    return np.abs(np.where(np.isfinite(y), y, 0))
+    finite = np.isfinite(y)
+    return np.abs(y if finite.all() else np.where(finite, y, 0))
 
 
 def _scale(y: Array) -> float:
@@ -250,11 +251,13 @@ def judge_floats(target: Target, new: Array, exemption: Exemption = Exemption.NO
         reference = float(y[index]) if criterion is Criterion.FLOAT64 and y.dtype.kind == "f" else None
         return Element(index, original[index].item(), new[index].item(), reference)
 
-    unlike = _kinds(y) != _kinds(b)
-    if exemption is not Exemption.NONE:
-        unlike &= np.isfinite(y) & (exemption is Exemption.MENDS)
-    for variant in target.variants:
-        unlike &= _kinds(wide(variant)) != _kinds(b)
+    unlike: Array = np.zeros(y.shape, bool)
+    if not (np.isfinite(y).all() and np.isfinite(b).all()):
+        unlike = _kinds(y) != _kinds(b)
+        if exemption is not Exemption.NONE:
+            unlike &= np.isfinite(y) & (exemption is Exemption.MENDS)
+        for variant in target.variants:
+            unlike &= _kinds(wide(variant)) != _kinds(b)
     if unlike.any():
         reason = f"{np.count_nonzero(unlike)} of {a.size} elements are NaN or infinite in one model only"
         return Judgement(criterion, float("inf"), allowed, difference, element(_greatest(unlike)), reason)
@@ -266,10 +269,15 @@ def judge_floats(target: Target, new: Array, exemption: Exemption = Exemption.NO
         reason = f"the error {greatest:.3g} exceeds the tolerance {allowed:.3g} ({criterion.value})"
         return Judgement(criterion, greatest, allowed, difference, element(index), reason)
     expected = np.maximum(noise, target.relative * _finite(y))
-    floor = tiny + _GRID * grid(original)
-    outside = _worst_slice(y, error, expected, eps, floor) or _worst_element(
-        y, error, expected, original, floor
-    )
+
+    def worst(floor: float) -> tuple[tuple[int, ...], float, float, str] | None:
+        return _worst_slice(y, error, expected, eps, floor) or _worst_element(
+            y, error, expected, original, floor
+        )
+
+    outside = worst(tiny)
+    if outside is not None:  # the grid, which only adds to the tolerance, takes time to compute
+        outside = worst(tiny + _GRID * grid(original))
     if outside is not None:
         index, excess, limit, where = outside
         reason = f"the error {excess:.3g} {where} exceeds the tolerance {limit:.3g} there ({criterion.value})"
@@ -307,7 +315,10 @@ def grid(array: Array) -> float:
 def _distance(a: Array, b: Array) -> Array:
     """|a - b| where both are finite, else 0."""
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.where(np.isfinite(a) & np.isfinite(b), np.abs(a - b), 0.0)
+        distance = np.abs(a - b)
+    if np.isfinite(distance).all():  # so all of a and b are finite
+        return distance
+    return np.where(np.isfinite(a) & np.isfinite(b), distance, 0.0)
 
 
 def _kinds(a: Array) -> Array:
