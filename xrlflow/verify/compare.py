@@ -315,7 +315,7 @@ def grid(array: Array) -> float:
 def _distance(a: Array, b: Array) -> Array:
     """|a - b| where both are finite, else 0."""
     with np.errstate(invalid="ignore", over="ignore"):
-        distance = np.abs(a - b)
+        distance: Array = np.abs(a - b)
     if np.isfinite(distance).all():  # so all of a and b are finite
         return distance
     return np.where(np.isfinite(a) & np.isfinite(b), distance, 0.0)
