@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from typer.testing import CliRunner
 
 import xrlflow
 from tests.rules.harness import model
 from xrlflow import api
 from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.backends.results import RepeatedComparison, SpeedUp, Verdict
+from xrlflow.cli import app
 from xrlflow.cost import OverSizes, Roofline
 from xrlflow.onnxio import load
 from xrlflow.pipeline import confirm, prepare, sizes
@@ -199,3 +203,18 @@ def test_two_ranges_of_one_dimension_contradict_each_other() -> None:
     both = model("agraph (float[n,2] x, float[n,2] z) => (float[n,2] y) { y = Add(x, z) }")
     with pytest.raises(xrlflow.ModelError, match=r"'n' would be 1\.\.4 and 1\.\.8 \(input 'z'\)"):
         load(both, shapes={"x": ((1, 4), 2), "z": ((1, 8), 2)})
+
+
+def test_a_range_on_the_command_line(tmp_path: Path) -> None:
+    onnx.save(network(), tmp_path / "m.onnx")
+    arguments = ["bench", str(tmp_path / "m.onnx"), "--time-limit", "1", "--threads", "1", "--json"]
+    found = CliRunner().invoke(app, [*arguments, "--shape", "x=16..400,256"])
+    assert list(json.loads(found.stdout)["at_sizes"]) == ["length=16", "length=400"]
+
+
+@pytest.mark.parametrize("shape", ["x=16..,256", "x=..16,256", "x=1...4,256", "x=-1..4,256", "x=a..b,256"])
+def test_texts_that_are_no_range(shape: str, tmp_path: Path) -> None:
+    onnx.save(network(), tmp_path / "m.onnx")
+    found = CliRunner().invoke(app, ["bench", str(tmp_path / "m.onnx"), "--shape", shape])
+    assert found.exit_code == 2
+    assert "or with a range as NAME=1,16..512" in " ".join(found.stderr.split())
