@@ -134,6 +134,9 @@ def merged(
         [node], "decoder", [*inputs.values(), flag], list(without.graph.output), list(weights.values())
     )
     model = helper.make_model(graph, opset_imports=list(without.opset_import), ir_version=without.ir_version)
+    for part in ("functions", "opset_import"):
+        if list(getattr(with_cache, part)) != list(getattr(without, part)):
+            raise ValueError(f"the two models differ in their {part}")
     model.functions.extend(without.functions)
     return model
 

@@ -101,6 +101,10 @@ class ReplaceNumberInWhere(Rule, family="idioms"):
         "(bool[N,3] c) => (float[N,3] y) { w = Where(c, 0.5, -3.0) e = Equal(w, 0.5) y = Where(e, -2.0, w) }",
         "(bool[N,3] c) => (int64[N,3] y) { w = Where(c, 5, 4) e = Equal(w, 3) y = Where(e, [2], w) }",
     )
+    near_misses = (
+        "agraph (bool[N,3] c) => (int64[N,3] y) <int64 a = {9007199254740993}, int64 b = {1}, "
+        "int64 k = {9007199254740992}, int64 d = {7}> { w = Where(c, a, b) e = Equal(w, k) y = Where(e, d, w) }",
+    )
 
     def source(self, op: Op, c: Any, a: Any, b: Any, k: Any, d: Any) -> Any:
         w = op.Where(c, a, b)
@@ -109,6 +113,8 @@ class ReplaceNumberInWhere(Rule, family="idioms"):
     def where(self, c: Val, a: Val, b: Val, k: Val, d: Val) -> None:
         for v in (a, b, k, d):
             require(v.uniform is not None, "a constant is not the same everywhere")
+            exact = v.dtype in FLOATS or abs(v.uniform or 0.0) < 2.0**53
+            require(exact, "the whole numbers are too large to be compared as floats")
             require(keeps_shape(c.type.shape, v.type.shape), "it may broadcast")
 
     def target(self, op: Op, c: Val, a: Val, b: Val, k: Val, d: Val) -> Any:

@@ -78,6 +78,7 @@ class MergeUnitAxes(RegionRule, family="reshape"):
     )
     near_misses = graphs(
         "(float[N,1,M] x) => (float[1,N,M] y) { a = Squeeze(x, [1]) y = Unsqueeze(a, [0]) }",
+        "(float[N,M] x) => (float[A,B] y) { a = Unsqueeze(x, [1]) y = Squeeze(a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -88,7 +89,7 @@ class MergeUnitAxes(RegionRule, family="reshape"):
         left: list[int | None] = list(range(rank))  # the axes of x that remain; None: a new one
         for view in (inner, node):
             axes = ints_input(reader, view, 1)
-            if axes is None:  # it drops all dimensions of 1
+            if not axes:  # a Squeeze drops all dimensions of 1
                 return None
             if view.op == "Squeeze":
                 dropped = fronts(axes, len(left))

@@ -106,3 +106,24 @@ def test_a_function_is_left_out_where_its_operators_have_changed(op: str, kept: 
 def test_the_names_are_those_of_the_runtime() -> None:
     schemas = ort.capi.onnxruntime_pybind11_state.get_all_operator_schema()
     assert {s.name for s in schemas if s.domain == "com.microsoft"} == OPERATORS
+
+
+def test_the_runtime_takes_no_notice_of_an_overload() -> None:
+    own = function("com.microsoft", "FastGelu", NEG)
+    own.overload = "v2"
+    proto = calling("com.microsoft", "FastGelu", [own])
+    proto.graph.node[0].overload = "v2"
+    imported = load(proto)
+    assert [node.op for node in imported.graph.nodes()] == ["com.microsoft::FastGelu"]
+    np.testing.assert_array_equal(run(to_proto(imported, imported.graph)), run(proto))
+
+
+@pytest.mark.parametrize(("domain", "name"), [("ai.onnx.ml", "Binarizer"), ("", "MeanVarianceNormalization")])
+def test_operators_of_other_domains_and_opsets(domain: str, name: str) -> None:
+    own = function(domain, name, NEG)
+    own.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
+    proto = calling(domain, name, [own])
+    proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
+    imported = load(proto)
+    assert "Neg" not in [node.op for node in imported.graph.nodes()]
+    np.testing.assert_array_equal(run(to_proto(imported, imported.graph)), run(proto))

@@ -387,3 +387,12 @@ def test_operators_that_onnx_does_not_define_are_written_with_any_opset(opset: i
         assert_same_outputs(run(proto, feeds), run(written, feeds))
     assert versions.opset_of(onnxio.to_proto(imported, imported.graph)) == 17
     assert versions.opset_of(written) == opset
+
+
+def test_a_squeeze_of_no_axes_drops_all_dimensions_of_1() -> None:
+    """ONNX Runtime takes an empty tensor of axes like a missing one."""
+    text = "g (float[2,1,3,1] x) => (float[2,3] y) <int64[0] none = {}> { y = Squeeze(x, none) }"
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}')
+    imported = onnxio.load(proto)
+    (node,) = imported.graph.nodes()
+    assert (len(node.inputs), node.types[0].shape) == (1, (2, 3))

@@ -367,6 +367,38 @@ def test_a_stated_shape_is_the_length_of_the_cache(tmp_path: Path) -> None:
     assert found["prompt"] == 9
 
 
+def test_keys_and_values_are_not_exchanged() -> None:
+    """Of one shape, so that a loop would run."""
+    with pytest.raises(ModelError, match="no single output can be paired with 'kc', 'vc'"):
+        Decoder.of(load(named("kc", "vc", "v_out", "k_out")))
+
+
+def test_tokens_that_are_ruled_out() -> None:
+    logits = np.array([1.0, -np.inf, 2.0])
+    assert _apart(logits, logits * 1.0001) == pytest.approx(1e-4)
+    assert _apart(logits, np.array([1.0, 0.0, 2.0])) is None
+    assert _apart(logits, np.array([1.0, np.nan, 2.0])) is None
+    assert _apart(np.array([np.nan]), np.array([np.nan])) == 0.0
+
+
+@pytest.mark.parametrize("steps", [2.5, "3", True])
+def test_steps_are_a_whole_number(steps: Any) -> None:
+    with pytest.raises(OptionError, match="is no whole number"):
+        api.bench(decoder(), generate=steps)
+
+
+def test_steps_whose_masks_take_too_much_memory() -> None:
+    with pytest.raises(OptionError, match="take over 1 GB: give a smaller --generate"):
+        api.bench(decoder(), generate=10**6)
+
+
+def test_what_is_measured_is_said() -> None:
+    found = api.bench(decoder(), generate=np.int64(2), time_limit=1.0)
+    assert found["batch"] == 1
+    assert all(key.startswith("past") for key in found["caches"])
+    json.dumps(found)
+
+
 def test_a_range_has_no_meaning_for_a_loop() -> None:
     with pytest.raises(OptionError, match=r"a range of sizes .* has no meaning with generate"):
         api.bench(decoder(), shapes={"past": ((1, 4), 2)}, generate=2)

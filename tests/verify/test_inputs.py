@@ -423,11 +423,32 @@ def test_feeds_at_other_sizes() -> None:
         if feeds["x"].shape == (1, 8):
             raise BackendError("it does not run")
 
-    found = feeds_at_other_sizes(load(proto), run)
-    assert [(dict(bindings), feeds["x"].shape) for bindings, feeds in found] == [
-        ({"batch": 4, "s": 256}, (4, 256))
-    ]
-    assert feeds_at_other_sizes(load(proto, shapes={"x": (2, 9)}), run) == []
+    found, missed = feeds_at_other_sizes(load(proto), run)
+    assert [(text, feeds["x"].shape) for text, feeds in found] == [("batch=4, s=256", (4, 256))]
+    assert not missed
+    assert feeds_at_other_sizes(load(proto, shapes={"x": (2, 9)}), run) == ([], ())
+
+
+def test_ends_of_a_range_that_do_not_run_are_named() -> None:
+    proto = model("g (float[batch, s] x) => (float[batch, s] y) { y = Relu(x) }")
+
+    def run(feeds: dict[str, Any]) -> None:
+        if feeds["x"].shape[1] % 8:
+            raise BackendError("it does not run")
+
+    found, missed = feeds_at_other_sizes(load(proto, shapes={"x": (1, (15, 512))}), run)
+    assert [text for text, _ in found] == ["batch=1, s=512"]
+    assert missed == ("batch=1, s=15 (the model fails: it does not run)",)
+    large = load(proto, shapes={"x": (1, (8, 10**9))})
+    assert feeds_at_other_sizes(large, run)[1] == ("batch=1, s=1000000000 (the inputs are over 64 MB)",)
+
+
+def test_a_range_of_an_input_of_unknown_rank() -> None:
+    proto = model("g (float[1] x) => (float[1] y) { y = Relu(x) }")
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    found, _ = feeds_at_other_sizes(load(proto, shapes={"x": (1, (16, 512))}), lambda feeds: None)
+    assert [feeds["x"].shape for _, feeds in found] == [(1, 16), (1, 512)]
 
 
 def test_a_cache_usually_holds_more_than_a_text() -> None:
@@ -460,8 +481,8 @@ def test_usual_sizes(text: str, sizes: dict[str, int]) -> None:
 
 def test_other_sizes_of_an_image_have_an_eighth_and_four_times_as_many_pixels() -> None:
     proto = model("g (float[1,3,h,w] x) => (float[1,3,h,w] y) { y = Neg(x) }")
-    found = [sizes for sizes, _ in feeds_at_other_sizes(load(proto), lambda feeds: None)]
-    assert found == [{"h": 64, "w": 64}, {"h": 448, "w": 448}]
+    found, _ = feeds_at_other_sizes(load(proto), lambda feeds: None)
+    assert [text for text, _ in found] == ["h=64, w=64", "h=448, w=448"]
 
 
 def merged(
@@ -487,11 +508,11 @@ def test_other_sizes_of_a_decoder_with_a_flag() -> None:
     """More batches, a shorter and a longer cache, and a prompt. The dimension of 1 stays where it has to."""
     usual = {"batch": 1, "length": 1, "past_length": 256}
     with open_model(merged().SerializeToString()) as original:
-        found = feeds_at_other_sizes(load(merged()), original.run, usual=usual)
+        found, _ = feeds_at_other_sizes(load(merged()), original.run, usual=usual)
     assert [sizes for sizes, _ in found] == [
-        {"batch": 1, "length": 1, "past_length": 32},
-        {"batch": 1, "length": 1, "past_length": 1024},
-        {"batch": 1, "length": 64, "past_length": 256, "use_cache": False},
+        "batch=1, length=1, past_length=32",
+        "batch=1, length=1, past_length=1024",
+        "batch=1, length=64, past_length=256, use_cache=False",
     ]
     assert [feeds["use_cache"].item() for _, feeds in found] == [True, True, False]
 
@@ -509,3 +530,47 @@ def test_a_wrong_prompt_is_found() -> None:
     proto, other = merged(), merged()
     other.graph.node[0].attribute[1].g.node[0].op_type = "Abs"
     assert not verify(proto, other, imported=load(proto)).verified
+
+
+@pytest.mark.parametrize(
+    ("flags", "original", "other"),
+    [
+        # Values: large ones, in the branch that takes one token, and in the branch that is not the usual one.
+        ("f", "If(f) <then_branch = a () => (float[n,s] p) { q = Squeeze(x, one) r = Unsqueeze(q, one) p = Exp(r) },"
+         " else_branch = b () => (float[n,s] q) { q = Neg(x) }>", ("p = Exp(r)", "m = Min(r, six) p = Exp(m)")),
+        ("f", "If(f) <then_branch = a () => (float[n,s] p) { p = Neg(x) },"
+         " else_branch = b () => (float[n,s] q) { q = Relu(x) }>", ("q = Relu(x)", "q = Clip(x, nil, six)")),
+        # Two flags that differ.
+        ("f,g", "If(k) <then_branch = a () => (float[n,s] p) { p = Sin(x) },"
+         " else_branch = b () => (float[n,s] q) { q = Cos(x) }>", ("p = Sin(x)", "p = Tan(x)")),
+    ],
+    ids=["one token", "the unusual branch", "two flags"],
+)  # fmt: skip
+def test_kinds_of_values_reach_each_choice_of_flags(
+    flags: str, original: str, other: tuple[str, str]
+) -> None:
+    def made(text: str) -> onnx.ModelProto:
+        inputs = "".join(f", bool[1] {flag}" for flag in flags.split(","))
+        head = "h = Not(g) k = And(f, h) " if "g" in flags else ""
+        return model(
+            f"m (float[n,s] x{inputs}) => (float[n,s] y) {{ {head}y = {text} }}",
+            one=np.asarray([1]), six=np.float32(6), nil=np.float32(0),
+        )  # fmt: skip
+
+    before, after = made(original), made(original.replace(*other))
+    assert verify(before, before).verified
+    assert not verify(before, after).verified
+
+
+def test_further_sizes_reach_each_choice_of_flags() -> None:
+    """What differs from 100 elements on, in the branch that is not the usual one."""
+    text = (
+        "m (float[n,s] x, bool[1] f) => (float[n,s] y) {{ y = If(f)"
+        " <then_branch = a () => (float[n,s] p) {{ p = Neg(x) }},"
+        " else_branch = b () => (float[n,s] q) {{ t = Shape<start=1>(x) u = Sub(t, many) v = Clip(u, low, {high})"
+        " w = Cast<to=1>(v) q = Add(x, w) }}> }}"
+    )
+    numbers = {"many": np.asarray([99]), "low": np.int64(0), "up": np.int64(1 << 40)}
+    before, after = (model(text.format(high=high), **numbers) for high in ("low", "up"))
+    assert verify(before, before).verified
+    assert not verify(before, after).verified

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from math import isqrt
 from typing import TypeAlias
@@ -27,7 +28,8 @@ def show_size(size: Size) -> str:
 
 def as_range(size: Size) -> Range:
     """The least and the greatest number; twice the same for a number."""
-    return size if isinstance(size, tuple) else (size, size)
+    low, high = size if isinstance(size, tuple) else (size, size)
+    return operator.index(low), operator.index(high)
 
 
 def middle(low: int, high: int) -> int:

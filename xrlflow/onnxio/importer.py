@@ -239,14 +239,25 @@ def _inlined(
         raise ModelError(f"{store.name}: its functions cannot be inlined: {error}") from error
 
 
+# Operators of ONNX Runtime's own in ONNX's domain, at every opset and at old ones, beside those of ONNX. It takes no
+# notice of a function's overload. Of the internal domains it has all operators.
+_OWN = frozenset({"SimplifiedLayerNormalization", "LayerNormalization", "MeanVarianceNormalization"})
+_OWN_BEFORE_10 = frozenset(
+    {"Affine", "Crop", "DynamicSlice", "GRUUnit", "GivenTensorFill", "ImageScaler"}
+    | {"ParametricSoftplus", "Scale", "ScaledTanh", "ThresholdedRelu"}
+)
+_INTERNAL = frozenset({"com.microsoft.nchwc", "com.ms.internal.nhwc"})
+
+
 def _is_operator(function: onnx.FunctionProto, opset: int | None) -> bool:
     """Whether ONNX Runtime has an operator with the name of a function, in a model of this opset."""
-    if function.overload:
-        return False
-    if function.domain in ("", "ai.onnx"):
-        own = function.name == "SimplifiedLayerNormalization"  # ONNX Runtime's own, in the domain of ONNX
-        return own or (opset is not None and onnx.defs.has(function.name, opset, ""))
-    return f"{function.domain}::" == CONTRIB and function.name in OPERATORS
+    name, domain = function.name, function.domain
+    if domain in ("", "ai.onnx"):
+        own = name in _OWN or (name in _OWN_BEFORE_10 and opset is not None and opset < 10)
+        return own or (opset is not None and onnx.defs.has(name, opset, ""))
+    if domain == "ai.onnx.ml":
+        return onnx.defs.has(name, domain)
+    return domain in _INTERNAL or (f"{domain}::" == CONTRIB and name in OPERATORS)
 
 
 def _reached(
@@ -530,6 +541,8 @@ class _Importer:
             inputs.pop()
         if op == "Range":
             inputs = [_scalar(scope, v) for v in inputs]
+        if op == "Squeeze" and len(inputs) == 2 and scope.type(inputs[1]).shape == (0,):
+            inputs.pop()  # for ONNX Runtime no axes are all axes of size 1
         raw, captured = self._attributes(proto, inputs, scope)
         types = [None if v == ABSENT else scope.type(v) for v in inputs]
         if op == "Reshape" and raw.get("allowzero") and len(inputs) == 2:

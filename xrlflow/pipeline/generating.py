@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,9 @@ _PROMPT = 128
 """Tokens of a prompt, if the user states none."""
 
 
+_MOST_BYTES = 1 << 30
+
+
 def bench_loop(
     model: Source,
     against: Source | None = None,
@@ -42,6 +46,9 @@ def bench_loop(
         raise OptionError("inputs: have no meaning with generate, which draws the tokens of each step")
     if any(map(has_range, (options.shapes or {}).values())):
         raise OptionError("a range of sizes (16..512) has no meaning with generate: give numbers")
+    if isinstance(steps, bool) or not hasattr(steps, "__index__"):
+        raise OptionError(f"generate {steps!r} is no whole number")
+    steps = operator.index(steps)
     if steps < 1:
         raise OptionError(f"generate {steps} is no number of steps: give 1 or more")
     if prompt is not None and prompt < 0:
@@ -92,7 +99,14 @@ def _prompt(decoder: Decoder, steps: int, asked: int | None) -> int:
 
 
 def _scripts(decoder: Decoder, steps: int, prompt: int, seed: int) -> list[Script]:
-    """The script with a prefill, if the model may take one, and the one that begins with a cache of the prompt."""
+    """The script with a prefill, if the model may take one, and the one that begins with a cache of the prompt. Raises
+    OptionError if the inputs of all steps take too much memory: those with masks grow with the square of their number.
+    """
+    last = decoder.tokens(prompt + (steps - 1) * decoder.step, decoder.step, seed)
+    if steps * sum(array.nbytes for array in last.values()) > _MOST_BYTES:
+        raise OptionError(
+            f"the inputs of {steps} steps take over {_MOST_BYTES >> 30} GB: give a smaller --generate"
+        )
     lengths = [prompt + i * decoder.step for i in range(steps + 1)]
     taken = tuple(decoder.tokens(past, decoder.step, seed + 1 + i) for i, past in enumerate(lengths[:-1]))
     scripts = [
@@ -107,19 +121,21 @@ def _scripts(decoder: Decoder, steps: int, prompt: int, seed: int) -> list[Scrip
 
 def _report(decoder: Decoder, generation: Generation, against: str | None) -> dict[str, Any]:
     script, load = generation.script, generation.load
-    tokens = decoder.step * len(script.steps)
+    tokens, batch = decoder.step * len(script.steps), decoder.batch(script.start)
     compared = against is not None
     measured = {
         "model": decoder.name,
         "generate": len(script.steps),
         "prompt": script.lengths[-1] - tokens,
-        **_figures("", generation.timings[1 if compared else 0], tokens),
+        "batch": batch,
+        "caches": {cache.input: cache.output for cache in script.caches},
+        **_figures("", generation.timings[1 if compared else 0], batch * tokens),
         "against": against if against is not None else "itself",
     }
     if compared:
         difference = _apart(*generation.results[:2])
         measured |= {
-            **_figures("against_", generation.timings[0], tokens),
+            **_figures("against_", generation.timings[0], batch * tokens),
             "speedup": generation.speedups[0].median,
             **bounds("speedup", generation.speedups[0]),
             "output": script.result,
@@ -160,6 +176,12 @@ def _apart(before: Array, after: Array) -> float | None:
     if np.array_equal(before, after, equal_nan=True):
         return 0.0
     a, b = before.astype(np.float64), after.astype(np.float64)
+    finite = np.isfinite(a)  # tokens that are ruled out have minus infinity
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return None
+    a, b = a[finite], b[finite]
+    if not a.size:
+        return 0.0
     size = float(np.sqrt(np.mean(a**2)))
     apart = float(np.sqrt(np.mean((a - b) ** 2)))
     return apart / size if np.isfinite(apart) and size > 0.0 and np.isfinite(size) else None

@@ -96,6 +96,7 @@ def bench(
         "samples": measured.samples,
         "threads": measured.threads,
         "disturbed": measured.load.disturbed,
+        **({"notes": context.notes} if context.notes else {}),
     }
 
 
@@ -106,8 +107,9 @@ def _at_ends(
     if not imported.ranges:
         return []
     with open_model(model, threads=context.threads, session_options=libraries) as opened:
-        found = feeds_at_other_sizes(imported, opened.run, context.options.seed)
-    return [(", ".join(f"{name}={size}" for name, size in at.items()), feeds) for at, feeds in found]
+        found, missed = feeds_at_other_sizes(imported, opened.run, context.options.seed)
+    context.notes.extend(f"not measured with {text}" for text in missed)
+    return [*found]
 
 
 def _at_size(measured: Comparison) -> dict[str, Any]:

@@ -38,10 +38,10 @@ def other_sizes(context: Context) -> list[tuple[str, Feeds]]:
             context.original.runnable, threads=context.threads, session_options=options.session_options
         )
         with context.clock.phase("select"), session as original, deadline.within(time.monotonic() + _RUNNING):
-            for at, feeds in feeds_at_other_sizes(
-                imported, original.run, options.seed, context.imported.bindings
-            ):
-                text = ", ".join(f"{name}={size}" for name, size in at.items())
+            usual = context.imported.bindings
+            found, missed = feeds_at_other_sizes(imported, original.run, options.seed, usual)
+            context.notes.extend(f"not measured with {text}" for text in missed)
+            for text, feeds in found:
                 seconds = _seconds(original, feeds)
                 if seconds > _PART * _measuring(context):
                     context.notes.append(f"not measured with {text}: a run takes {seconds:.1f} s")

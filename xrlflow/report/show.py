@@ -262,7 +262,7 @@ def bench(measured: Mapping[str, Any]) -> None:
     """Print a measurement as names and values, and what it shows."""
     table = _grid("", "")
     for key, value in measured.items():
-        if key not in ("shapes", "at_sizes"):
+        if key not in ("shapes", "at_sizes", "caches", "notes"):
             table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     _console.print(table)
     given = measured.get("shapes", {})
@@ -274,6 +274,8 @@ def bench(measured: Mapping[str, Any]) -> None:
         _console.print(f"with {sizes}: {there['latency_ms']:.4g} ms, {speedup}")
     if measured.get("generate") is not None and measured["prefill_ms"] is None:
         _console.print(f"no prefill: the steps begin with {measured['prompt']} tokens in the cache")
+    for note in measured.get("notes", ()):
+        _console.print(f"note: {note}")
     if measured["disturbed"]:
         _console.print("note: other programs used the processor while it was measured")
     if measured["against"] != "itself":

@@ -54,6 +54,7 @@ _SOUGHT = 64
 # Limits in bytes: on the largest operator of a run, and on the inputs and outputs of a run.
 _WORKING, _KEPT = 2 << 30, 256 << 20
 # Limit in bytes on the inputs with which a model is first run.
+_SETTING_SIZES = 40  # choices of sizes that are tried for a choice of flags
 _DRAWN = 64 << 20
 
 
@@ -111,8 +112,8 @@ class CaseSampler(Generic[T]):
         `sizes` choices. Raises InputsNeeded if the original runs with fewer choices than that.
         """
         sampled = SampledCases(self._first(samples, sizes, tries))
-        base = sampled.cases[0][0].bindings
-        self._kinds(sampled, base)
+        self._settings(sampled)
+        self._kinds(sampled)
         if self.plan.dynamic:
             self._sizes(sampled)
         return sampled
@@ -178,12 +179,13 @@ class CaseSampler(Generic[T]):
         return [b for b in candidates if b in mine or plan.nbytes(b) <= _DRAWN] or candidates
 
     def _samples(
-        self, bindings: Bindings, samples: Iterable[int], turning: bool = True
+        self, bindings: Bindings, samples: Iterable[int], setting: bool = True
     ) -> list[tuple[Case, T]]:
         """The cases of one choice of sizes on which the model runs, at most one for each of `samples`.
 
-        On failure, values are drawn again a few times, and at last flags are turned: with a cache, a decoder may take
-        one token only. If the model does not run on the first sample, further samples are not tried.
+        On failure, values are drawn again a few times, and at last flags are set (unless `setting` is false): with a
+        cache, a decoder may take one token only. If the model does not run on the first sample, further samples are not
+        tried.
         """
         cases: list[tuple[Case, T]] = []
         # If all inputs are floats, drawing other values does not make the model run.
@@ -200,36 +202,66 @@ class CaseSampler(Generic[T]):
                 if result is not None:
                     cases.append((case, result))
                     break
-            if not cases and turning and self.plan.flags:
-                case = self.plan.case(bindings, self.seed, sample, turned=True)
+            for flags in self.plan.settings if setting and not cases else ():
+                case = self.plan.case(bindings, self.seed, sample, setting=flags)
                 result = self.attempt(case)
-                cases.extend([(case, result)] if result is not None else [])
+                if result is not None:
+                    cases.append((case, result))
+                    break
             if not cases:
                 break
         return cases
 
     # --- further values ---
 
-    def _kinds(self, sampled: SampledCases[T], bindings: Bindings) -> None:
-        """Add a case for each further kind of values, until the estimated time is used up."""
-        seconds = self.estimate(bindings).seconds
-        runs_left = max(_LEAST_KINDS, int(_SECONDS / seconds) if seconds else 1 << 30)
+    def _settings(self, sampled: SampledCases[T]) -> None:
+        """Add a case of ordinary values for each choice of flags that has none, at sizes at which the original runs."""
+        for setting in self.plan.settings:
+            if any(self.plan.setting(case) == tuple(setting.values()) for case, _ in sampled.cases):
+                continue
+            sizes = [*sampled.bindings, *self._candidates(_SETTING_SIZES)] if self.plan.dynamic else [{}]
+            cases = (self.plan.case(bindings, self.seed, 0, setting=setting) for bindings in sizes)
+            runs = ((case, result) for case in cases if (result := self.attempt(case)) is not None)
+            found = None if deadline.over() else next(runs, None)
+            if found is None:
+                sampled.left_out.append(", ".join(f"{name}={value}" for name, value in setting.items()))
+            else:
+                sampled.cases.append(found)
+
+    def _kinds(self, sampled: SampledCases[T]) -> None:
+        """Add a case for each further kind of values and each choice of flags, until the estimated time is used up."""
+        places = self._places(sampled)
+        seconds = max(self.estimate(bindings).seconds for bindings, _ in places)
+        runs_left = len(places) * max(_LEAST_KINDS, int(_SECONDS / seconds) if seconds else 1 << 30)
         for values in self.plan.traits().kinds():
             if runs_left <= 0 or deadline.over():
                 sampled.left_out.append(values.name)
                 continue
-            case = self.of(bindings, values)
-            if case is not None:
-                sampled.cases.append(case)
-                runs_left -= 1
+            for bindings, setting in places:
+                case = self.of(bindings, values, setting)
+                if case is not None:
+                    sampled.cases.append(case)
+                    runs_left -= 1
 
-    def of(self, bindings: Bindings, values: Values) -> tuple[Case, T] | None:
-        """A case with this kind of values that can reveal a mistake; None if there is none.
+    def _places(self, sampled: SampledCases[T]) -> list[tuple[Bindings, Mapping[str, bool]]]:
+        """Sizes and flags with which the original runs: the first sizes for each choice of flags."""
+        if not self.plan.settings:
+            return [(sampled.cases[0][0].bindings, {})]
+        first: dict[tuple[bool, ...], Bindings] = {}
+        for case, _ in sampled.cases:
+            first.setdefault(self.plan.setting(case), case.bindings)
+        names = list(self.plan.settings[0])
+        return [(bindings, dict(zip(names, values))) for values, bindings in first.items()]
+
+    def of(
+        self, bindings: Bindings, values: Values, setting: Mapping[str, bool] = MappingProxyType({})
+    ) -> tuple[Case, T] | None:
+        """A case with this kind of values, and these flags, that can reveal a mistake; None if there is none.
 
         If outputs overflow with large values, smaller ones are tried.
         """
         for kind in (values, *_milder(values)):
-            case = self.plan.case(bindings, self.seed, 0, values=kind)
+            case = self.plan.case(bindings, self.seed, 0, values=kind, setting=setting)
             result = self.attempt(case)
             if result is not None and self.telling(case, result):
                 return case, result
@@ -295,10 +327,19 @@ class CaseSampler(Generic[T]):
                 attempts += 1
                 cases = self._samples(bindings, [at % 3])
                 if cases and all(self.sensible(*item) for item in cases):
-                    sampled.cases.extend(cases)
+                    sampled.cases.extend([*cases, *self._other_settings(cases[0][0])])
                     seconds_left -= estimate.seconds
                     count += 1
                     break
+
+    def _other_settings(self, case: Case) -> Iterator[tuple[Case, T]]:
+        """The case with each other choice of flags with which the original runs."""
+        for setting in self.plan.settings:
+            if tuple(setting.values()) != self.plan.setting(case):
+                other = self.plan.case(case.bindings, self.seed, case.sample, setting=setting)
+                result = self.attempt(other)
+                if result is not None and self.sensible(other, result):
+                    yield other, result
 
     def _choices(self, bases: Sequence[Bindings]) -> Iterator[list[dict[str, int]]]:
         """Lists of choices of sizes, the most revealing list first. The caller uses the first choice of each list with
@@ -394,18 +435,18 @@ def feeds_for_measurement(
     sampler = CaseSampler(plan, attempt, seed=seed)
     late: OutOfTime | None = None
     # With a cache, one token is measured rather than a prompt.
-    first = [usual, *plan.dimensions.ones(usual, plan.bound)] if plan.dynamic and plan.flags else []
+    first = [usual, *plan.dimensions.ones(usual, plan.bound)] if plan.dynamic and plan.settings else []
     candidates = [*first, usual, *(sampler._candidates(MAX_TRIES) if plan.dynamic else [])][::-1]
-    turning_from = len(candidates) - len(first)
+    setting_from = len(candidates) - len(first)
     while candidates:
-        turning = len(candidates) <= turning_from
+        setting = len(candidates) <= setting_from
         bindings = candidates.pop()
         if deadline.over():
             raise OutOfTime(
                 "no inputs were found on which the model runs: the time for it was over"
             ) from late
         try:
-            cases = sampler._samples(bindings, [0], turning)
+            cases = sampler._samples(bindings, [0], setting)
         except OutOfTime as error:
             if late is None:  # the user's own sizes are never replaced
                 candidates = [
@@ -426,12 +467,13 @@ def feeds_for_measurement(
 
 def feeds_at_other_sizes(
     imported: ImportedModel, run: Callable[[Feeds], object], seed: int = 0, usual: Bindings | None = None
-) -> list[tuple[Bindings, dict[str, Any]]]:
+) -> tuple[list[tuple[str, dict[str, Any]]], tuple[str, ...]]:
     """Inputs with few and with many elements: the least and the greatest sizes of the user's ranges; without ranges,
     dimensions that the user does not state are an eighth, and four times, of `usual` (default: what
     `feeds_for_measurement` tries first), and so is the number of an image's pixels. Also inputs with the other values
-    of flags, which are named with the sizes. Only those with which the model runs (`run` raises BackendError if it
-    fails).
+    of flags. Only those with which the model runs (`run` raises BackendError if it fails).
+
+    Returns texts that say the sizes, with the inputs; and which of the user's sizes are not among them, with reasons.
     """
     plan = InputPlan.of(imported)
     first = plan.dimensions.default(plan.bound)
@@ -439,30 +481,34 @@ def feeds_at_other_sizes(
     free = [s.name for s in plan.dimensions.slots if s.name not in plan.bound and s.role is not Role.RANK]
     ends = plan.dimensions.ends(plan.bound)
     larger = [n for n in free if usual[n] > 1]  # a dimension of 1 may have to be 1
-    found: list[tuple[Bindings, dict[str, Any]]] = []
+    found: list[tuple[str, dict[str, Any]]] = []
 
-    def ran(bindings: Bindings, turned: Mapping[str, bool] = MappingProxyType({})) -> bool:
+    def ran(bindings: Bindings, setting: Mapping[str, bool] = MappingProxyType({})) -> bool:
+        text = ", ".join(f"{name}={size}" for name, size in {**bindings, **setting}.items())
         if plan.nbytes(bindings) > _DRAWN:
+            missed.append(f"{text} (the inputs are over {_DRAWN >> 20} MB)")
             return False
-        feeds = dict(plan.case(bindings, seed, 0, turned=bool(turned)).feeds)
+        feeds = dict(plan.case(bindings, seed, 0, setting=setting).feeds)
         try:
             run(feeds)
-        except BackendError:
+        except BackendError as error:
+            missed.append(f"{text} (the model fails: {first_line(error)})")
             return False
-        found.append(({**bindings, **turned}, feeds))
+        found.append((text, feeds))
         return True
 
+    missed: list[str] = []
     for bindings in ends:
         ran(bindings)
+    stated = tuple(missed)  # of other sizes it is nothing special if the model does not take them
     for factor in () if ends else (0.125, 4):
         for names in (free, larger):
             sizes = plan.dimensions.changed(usual, plan.dimensions.scaled(usual, names, factor))
             if sizes == usual or ran(sizes):
                 break
-    if plan.flags:
-        feeds = plan.case(first, seed, 0).feeds
-        ran(first, {name: not feeds[name].item() for name in sorted(plan.flags)})
-    return found
+    for setting in plan.settings[1:]:
+        ran(first, setting)
+    return found, stated
 
 
 def _smaller(plan: InputPlan, bindings: Bindings) -> Iterator[dict[str, int]]:

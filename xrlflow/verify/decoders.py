@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +76,10 @@ class Decoder:
     def step(self) -> int:
         """The number of tokens of a step."""
         return self.sequence if isinstance(self.sequence, int) else 1
+
+    def batch(self, start: Mapping[str, Array]) -> int:
+        """The number of sequences, by the first cache: its first dimension."""
+        return int(start[self.caches[0].input].shape[0])
 
     def room(self) -> tuple[int, str] | None:
         """How many tokens fit, and the input that says so; None if any number fits."""
@@ -231,6 +235,7 @@ def _pairs(inputs: Sequence[Port], outputs: Sequence[Port]) -> dict[str, Port]:
         free = [o for o in outputs if o not in pairs.values() and same and _changing(same[0], o) is not None]
         free = [o for o in free if _LIKELY.search(o.name.lower())] or free
         if len(same) == len(free):
+            _refuse(p for p, o in zip(same, free) if {_half(p.name), _half(o.name)} == {"k", "v"})
             pairs |= {p.name: o for p, o in zip(same, free)}
     return pairs
 
@@ -255,6 +260,12 @@ def _cache(plan: InputPlan, port: Port, output: Port, branched: bool) -> Cache |
     stays = all(isinstance(dim, int) or roles.get(str(dim)) == Role.BATCH for dim in dims)
     named = _LIKELY.search(port.name.lower()) or _LIKELY.search(output.name.lower())
     return Cache(port.name, output.name, axes[0] if axes else None) if axes or (stays and named) else None
+
+
+def _half(name: str) -> str:
+    """Whether a name says that a cache is one of keys ("k") or of values ("v")."""
+    found = re.findall(r"(?<![a-z])(k|v)(?:eys?|als?|alues?|c)?(?![a-z])", name.lower())
+    return found[-1] if found else ""
 
 
 def _stem(name: str) -> tuple[str, ...]:

@@ -110,7 +110,8 @@ class Dimensions:
                 # An input of unknown rank has the rank of the user's shape: of its sizes "input.0", "input.1" and so
                 # on.
                 stem = slot.name.removesuffix("rank")
-                usual = next(axis for axis in count() if f"{stem}{axis}" not in bound) or 2
+                stated = {*bound, *self.ranges}
+                usual = next(axis for axis in count() if f"{stem}{axis}" not in stated) or 2
             elif slot.name in self.ranges:
                 usual = middle(*self.ranges[slot.name])
             else:

@@ -6,7 +6,9 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, product
 from math import prod
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -60,6 +62,10 @@ class Case:
         return ", ".join([*(f"{k}={v}" for k, v in self.bindings.items()), kind])
 
 
+# More choices of flags than this are not tried one by one.
+_MOST_SETTINGS = 8
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class InputPlan:
     """How to draw inputs for one model: its declared inputs, and the constraints that its graph puts on them."""
@@ -96,10 +102,22 @@ class InputPlan:
         return bool(self.dimensions.slots)
 
     @property
-    def flags(self) -> frozenset[str]:
-        """The inputs of one truth value, which choose what the model does ("use_cache_branch")."""
-        kinds = {p.name: p.type for p in self.ports if p.type.other is None}
-        return frozenset(n for n, t in kinds.items() if t.dtype == DType.BOOL and t.shape in ((), (1,)))
+    def settings(self) -> tuple[Mapping[str, bool], ...]:
+        """The values of all inputs of one truth value, which choose what the model does ("use_cache_branch"): first all
+        true, in all combinations if there are few. Empty if the model has no such input.
+        """
+        flags = [p.name for p in self.ports if self._is_flag(p)]
+        choices = product((True, False), repeat=len(flags)) if flags else ()
+        return tuple(dict(zip(flags, values)) for values in islice(choices, _MOST_SETTINGS))
+
+    def setting(self, case: Case) -> tuple[bool, ...]:
+        """The values of these inputs in a case."""
+        return tuple(bool(case.feeds[p.name].item()) for p in self.ports if self._is_flag(p))
+
+    def _is_flag(self, port: Port) -> bool:
+        fixed = self.demands.get(port.name, Demands()).constraint is not None
+        single = port.type.other is None and port.type.shape in ((), (1,))
+        return single and port.type.dtype == DType.BOOL and not fixed and "mask" not in port.name.lower()
 
     def traits(self) -> InputTraits:
         """The properties of these inputs that decide which kinds of values are worth a run."""
@@ -127,10 +145,10 @@ class InputPlan:
         sample: int,
         cautious: bool = False,
         values: Values = ORDINARY,
-        turned: bool = False,
+        setting: Mapping[str, bool] = MappingProxyType({}),
     ) -> Case:
-        """Inputs of these sizes. `cautious`: draw the smallest values that the constraints allow. `turned`: with the
-        other values of `flags`.
+        """Inputs of these sizes. `cautious`: draw the smallest values that the constraints allow. `setting`: one of
+        `settings`, in place of what is drawn.
 
         Raises InputsNeeded for an input that is not a dense tensor.
         """
@@ -160,8 +178,8 @@ class InputPlan:
                 self.thresholds,
             )
             feeds[port.name] = draw.array()
-            if turned and port.name in self.flags:
-                feeds[port.name] = ~feeds[port.name]
+            if port.name in setting:
+                feeds[port.name] = np.full(shapes[port.name], setting[port.name])
         if sample == 1 and values.ordinary:  # in this sample inputs override their defaults
             for port, const in self.defaults:
                 if port.type.dtype in (DType.FLOAT, DType.DOUBLE, DType.FLOAT16):
