@@ -100,3 +100,8 @@ def test_comparisons_of_booleans():
         FoldComparisonOfBool(),
         model(source.replace("bool[N,4] c", "int64[N,4] c").format("Equal(i, one)"), one=ONE),
     )
+
+
+def test_whole_numbers_are_not_compared_as_floats() -> None:
+    (near,) = ReplaceNumberInWhere.near_misses
+    refuses(ReplaceNumberInWhere(), model(near), "too large")
