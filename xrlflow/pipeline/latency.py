@@ -63,7 +63,18 @@ def bench(
         return bench_loop(
             model, against, steps=generate, prompt=prompt, inputs=inputs, options=options, kernels=kernels
         )
-    imported, now = load(model, shapes=shapes), time.monotonic()
+    return _bench_runs(model, against, inputs, options, kernels)
+
+
+def _bench_runs(
+    model: Source,
+    against: Source | None,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
+    options: Options,
+    kernels: bool,
+) -> dict[str, Any]:
+    """What `bench` returns for single runs."""
+    imported, now, time_limit = load(model, shapes=options.shapes), time.monotonic(), options.time_limit
     with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
         original, clock = Original(model, folder), Clock(now, now + time_limit)
         context = Context(options, original, imported, Library(()), clock, Artifacts(folder))
