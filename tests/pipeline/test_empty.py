@@ -313,3 +313,25 @@ def test_an_attention_of_the_users_own_gets_no_branch() -> None:
     source = "agraph (float[N,2,Q,4] q, float[N,2,K,4] k, float[N,2,K,4] v) => (float[N,2,Q,4] y) "
     imported = load(model(source + "{ a = Attention(q, k, v) b = Neg(a) y = Neg(b) }"))
     assert operators(to_proto(imported, imported.graph)) == ["Attention", "Neg", "Neg"]
+
+
+@pytest.mark.parametrize("zero", ["N", "M", "K", "L", ""])
+def test_branches_of_other_sizes_have_conditions_of_their_own(zero: str) -> None:
+    """What one attention lacks is no reason for zeros in another one."""
+    inputs = f"{_Q_K_V.split(', float[1')[0]}, float[M,2,Q,4] r, float[M,2,L,4] c, float[M,2,L,6] d"
+    text = "".join(
+        f" t{n} = Transpose<perm=[0,1,3,2]>({k}) a{n} = MatMul({q}, t{n}) p{n} = Softmax(a{n}) y{n} = MatMul(p{n}, {v})"
+        for n, q, k, v in ((1, "q", "k", "v"), (2, "r", "c", "d"))
+    )
+    (original,) = map(model, graphs(f"({inputs}) => (float[N,2,Q,6] y1, float[M,2,Q,6] y2) {{{text} }}"))
+    result = xrlflow.optimize(
+        original, search="greedy", cost=Roofline(), measure=False, verify=False, threads=1, only=["FuseAttention"]
+    ).model  # fmt: skip
+    assert operators(result).count("If") == 2
+    sizes = {"N": 3, "M": 2, "Q": 5, "K": 7, "L": 4, zero: 0}
+    feeds = {
+        v.name: normal(*(d.dim_value or sizes[d.dim_param] for d in v.type.tensor_type.shape.dim))
+        for v in original.graph.input
+    }
+    for y, expected in zip(run(result, feeds), run(original, feeds), strict=True):
+        np.testing.assert_allclose(y, expected, atol=1e-6)
