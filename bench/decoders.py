@@ -110,11 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help=f"put the table {TABLE} into docs/benchmarks")
     options = parser.parse_args(arguments)
     options.jsonl.parent.mkdir(parents=True, exist_ok=True)
-    kept = (
-        [json.loads(line) for line in options.jsonl.read_text().splitlines()]
-        if options.jsonl.exists()
-        else []
-    )
+    kept = pages.kept(options.jsonl)
     done = {(row["name"], row["threads"]) for row in kept}
     for name in () if options.kept else options.names or (*DECODERS, *STEPS):
         if (name, options.threads) in done:

@@ -218,11 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         return
     options.jsonl.parent.mkdir(parents=True, exist_ok=True)
-    kept = (
-        [json.loads(line) for line in options.jsonl.read_text().splitlines()]
-        if options.jsonl.exists()
-        else []
-    )
+    kept = pages.kept(options.jsonl)
     done = {(row["name"], row["threads"]) for row in kept}
     for name in () if options.kept else names:
         if (name, options.threads) in done:

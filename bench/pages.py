@@ -6,8 +6,10 @@ by hand and stays. Short tables are on the pages that say what they show, long o
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,6 +38,11 @@ def write(name: str, text: str, root: Path = ROOT) -> Path:
     after = rest.split(end)[1]
     page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")
     return page
+
+
+def kept(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file with a JSON object in each line; none if it does not exist yet."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def rows(text: str) -> list[dict[str, str]]:
